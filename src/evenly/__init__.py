@@ -1,0 +1,97 @@
+"""Train PyTorch models on any number of processes and get the same numbers.
+
+The names in ``__all__`` are the whole public interface. Each is loaded on first use, so that
+``import evenly`` is quick, imports no torch and changes nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from evenly import data, errors, testing
+    from evenly.collectives import (
+        agree,
+        all_gather,
+        all_gather_object,
+        all_reduce,
+        all_to_all,
+        barrier,
+        broadcast,
+        broadcast_object,
+        gather,
+        gather_object,
+        reduce,
+        reduce_scatter,
+        scatter,
+        scatter_object,
+    )
+    from evenly.crew import launch
+    from evenly.loader import Loader
+    from evenly.part import Part
+    from evenly.plan import Plan
+    from evenly.replica import replicate
+    from evenly.seeding import sample_generator, sample_keys
+    from evenly.turn import on_rank
+    from evenly.world import World, current_world, open_world
+
+__all__ = [
+    "Loader",
+    "Part",
+    "Plan",
+    "World",
+    "agree",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "current_world",
+    "data",
+    "errors",
+    "gather",
+    "gather_object",
+    "launch",
+    "on_rank",
+    "open_world",
+    "reduce",
+    "reduce_scatter",
+    "replicate",
+    "sample_generator",
+    "sample_keys",
+    "scatter",
+    "scatter_object",
+    "testing",
+]
+
+_HOME = {
+    "Loader": "loader",
+    "Part": "part",
+    "Plan": "plan",
+    "World": "world",
+    "current_world": "world",
+    "launch": "crew",
+    "on_rank": "turn",
+    "open_world": "world",
+    "replicate": "replica",
+    "sample_generator": "seeding",
+    "sample_keys": "seeding",
+}
+_MODULES = ("data", "errors", "testing")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"evenly.{name}")
+    if name not in __all__:
+        raise AttributeError(f"module 'evenly' has no attribute {name!r}")
+    value = getattr(import_module(f"evenly.{_HOME.get(name, 'collectives')}"), name)
+    globals()[name] = value  # found directly from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,211 @@
+"""Which sample, which step, which rank.
+
+Pure arithmetic: a plan fixes which samples form each step of an epoch, and `split` cuts a step over
+the ranks. Nothing here talks to another process or holds a list of the samples, so every rank
+knows what every rank gets, and any step can be sought at once.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from operator import index
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenly.errors import SettingError
+from evenly.permutation import LONGEST, Permutation
+
+Tail = Literal["keep", "drop"]
+Order = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+
+# `walk` starts with few indices, so the first step comes at once, and doubles up to many, so the
+# fixed cost of a permutation call is shared by many steps.
+_FIRST_BLOCK = 2048
+_LAST_BLOCK = 16384
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Fix which samples form each step of each epoch, whatever the number of processes.
+
+    The same five settings give the same steps on any machine. An epoch of no samples has no
+    steps. With more ranks than samples in a step, the last ranks get none.
+    """
+
+    length: int
+    """The number of samples in an epoch: 0 to 2**40."""
+
+    batch_size: int
+    """What one optimizer step sees over all processes together: at least 1."""
+
+    shuffle: bool = False
+    """Whether each epoch has an order of its own; otherwise it is the order of the data set."""
+
+    seed: int = 0
+    """Picks the orders together with the epoch; any integer. Without ``shuffle`` it is unused."""
+
+    tail: Tail = "keep"
+    """What happens to a last step with fewer than ``batch_size`` samples: used, or dropped."""
+
+    def __post_init__(self) -> None:
+        checked = {
+            "length": _integer("length", self.length, 0),
+            "batch_size": _integer("batch_size", self.batch_size, 1),
+            "seed": _integer("seed", self.seed),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if self.length > LONGEST:
+            raise SettingError(
+                f"length={self.length} is beyond 2**40, the longest order there is: "
+                "make each sample larger, or split the data set"
+            )
+        if not isinstance(self.shuffle, bool):
+            raise SettingError(
+                f"shuffle={self.shuffle!r} is neither True nor False, so the order is not settled: "
+                "give one of the two"
+            )
+        if self.tail not in get_args(Tail):
+            raise SettingError(
+                f"tail={self.tail!r} does not say what happens to a short last step: "
+                'give "keep" to use it or "drop" to leave it out'
+            )
+
+    @property
+    def steps(self) -> int:
+        """The number of steps in an epoch."""
+        full, rest = divmod(self.length, self.batch_size)
+        return full + (1 if rest and self.tail == "keep" else 0)
+
+    def bounds(self, step: int) -> tuple[int, int]:
+        """Where a step starts and stops in the order of its epoch."""
+        step = _integer("step", step)
+        if not 0 <= step < self.steps:
+            raise SettingError(
+                f"step={step} is not in this epoch of {self.steps} steps (length={self.length}, "
+                f'batch_size={self.batch_size}, tail="{self.tail}"): '
+                f"count steps from 0 and stop before {self.steps}"
+            )
+        start = step * self.batch_size
+        return start, min(start + self.batch_size, self.length)
+
+    def count(self, step: int) -> int:
+        """The number of samples in a step, over all ranks."""
+        start, stop = self.bounds(step)
+        return stop - start
+
+    def count_of(self, step: int, rank: int, size: int) -> int:
+        """The number of samples one rank gets in a step; O(1) at any size."""
+        start, stop = split(self.count(step), rank, size)
+        return stop - start
+
+    def counts(self, step: int, size: int) -> list[int]:
+        """The number of samples each of ``size`` ranks gets in a step, in rank order."""
+        size = _integer("size", size, 1)
+        each, more = divmod(self.count(step), size)
+        return [each + 1] * more + [each] * (size - more)
+
+    def indices(self, epoch: int, step: int, rank: int = 0, size: int = 1) -> NDArray[np.int64]:
+        """One rank's samples of one step, found directly.
+
+        With ``shuffle`` a call costs about 0.1 ms; for step after step, `walk` is much cheaper.
+        """
+        return self._part(self._order(epoch), step, rank, size)
+
+    def walk(
+        self, epoch: int, *, rank: int = 0, size: int = 1, start: int = 0
+    ) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """Go through an epoch from step ``start``: (step, this rank's samples), step after step.
+
+        Indices are made for many steps at once; it holds 16,384 of them, or one step's if that is
+        more. ``start`` may equal ``steps``, which leaves nothing to do.
+        """
+        order = self._order(epoch)
+        start = _integer("start", start, 0)
+        if start > self.steps:
+            raise SettingError(
+                f"start={start} lies behind this epoch of {self.steps} steps: "
+                f"give 0 to {self.steps}, or go on with the next epoch"
+            )
+        # A generator would refuse a bad rank only at its first step, far from the mistake.
+        split(self.batch_size, rank, size)
+        return self._walk(order, rank, size, start)
+
+    def _walk(
+        self, order: Order, rank: int, size: int, step: int
+    ) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        first, last = split(self.batch_size, rank, size)
+        full = self.length // self.batch_size
+        offsets = np.arange(first, last if full else first, dtype=np.int64)
+        block = _FIRST_BLOCK
+        while step < full:
+            stop = min(full, step + max(1, block // max(1, offsets.size)))
+            starts = np.arange(step, stop, dtype=np.int64) * self.batch_size
+            samples = order((starts[:, None] + offsets).ravel())
+            yield from enumerate(samples.reshape(starts.size, offsets.size), step)
+            step, block = stop, min(2 * block, _LAST_BLOCK)
+        if step < self.steps:
+            yield step, self._part(order, step, rank, size)
+
+    def _part(self, order: Order, step: int, rank: int, size: int) -> NDArray[np.int64]:
+        begin, end = self.bounds(step)
+        start, stop = split(end - begin, rank, size)
+        return order(np.arange(begin + start, begin + stop, dtype=np.int64))
+
+    def _order(self, epoch: int) -> Order:
+        epoch = _integer("epoch", epoch, 0)
+        if self.shuffle and self.length:
+            return Permutation(self.length, self.seed, epoch)
+        return _as_stored
+
+
+def split(count: int, rank: int, size: int) -> tuple[int, int]:
+    """Where one rank's run of ``count`` samples starts and stops.
+
+    The runs are contiguous, in rank order, and their counts differ by at most one, larger ones
+    first. Ranks beyond the count get an empty run.
+    """
+    count = _integer("count", count, 0)
+    size = _integer("size", size, 1)
+    rank = _integer("rank", rank, 0)
+    if rank >= size:
+        raise SettingError(
+            f"rank={rank} does not exist among size={size} ranks: give 0 to {size - 1}"
+        )
+    each, more = divmod(count, size)
+    start = rank * each + min(rank, more)
+    return start, start + each + (1 if rank < more else 0)
+
+
+def microbatches(count: int, limit: int) -> list[tuple[int, int]]:
+    """Cut ``count`` samples into the fewest balanced runs of at most ``limit``.
+
+    Each is (start, stop); counts differ by at most one, larger ones first. No samples, no runs.
+    """
+    count = _integer("count", count, 0)
+    limit = _integer("limit", limit, 1)
+    parts = -(-count // limit)
+    return [split(count, part, parts) for part in range(parts)]
+
+
+def _as_stored(positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    return positions
+
+
+def _integer(name: str, value: Any, lowest: int | None = None) -> int:
+    """Accept what counts as an integer (numpy's too) and refuse True, 3.0 and "3"."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = index(value)
+    except TypeError:
+        raise SettingError(
+            f"{name}={value!r} is of type {type(value).__name__} and counts nothing: "
+            "give an integer"
+        ) from None
+    if lowest is not None and number < lowest:
+        raise SettingError(
+            f"{name}={number} is below {lowest} and means nothing: give {lowest} or more"
+        )
+    return number

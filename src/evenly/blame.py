@@ -1,0 +1,51 @@
+"""Whose failure an error is: the rank's own, or the echo of another rank's.
+
+When one rank fails, the others fail too, by lost connections and by what the error board tells
+them. The launcher and a crew show the user the first kind and count the second.
+"""
+
+import sys
+from typing import Literal
+
+from evenly.errors import LostError, RankFailedError
+
+Blame = Literal["own", "other", "lost"]
+
+# What gloo, nccl and the store say when a peer is gone; most of it comes as plain RuntimeError.
+_LOST = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "socket closed",
+    "socket timeout",
+    "pair closure",
+    "connectfullmesh failed",
+    "gloo/transport",
+    "remote process exited",
+    "communicator was aborted",
+    "failed to recv, got 0 bytes",
+)
+
+
+def blame(error: BaseException | None, rank: int | None = None) -> Blame:
+    """Whose failure this is. An error raised while handling another's counts as that one's."""
+    while error is not None:
+        if isinstance(error, RankFailedError):
+            return "other"
+        if rank is not None and getattr(error, "evenly_rank", rank) != rank:
+            return "other"
+        if lost_contact(error):
+            return "lost"
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return "own"
+
+
+def lost_contact(error: BaseException) -> bool:
+    """Whether an error means that another rank, or the store, is gone."""
+    distributed = sys.modules.get("torch.distributed")
+    if isinstance(error, LostError):
+        return True
+    if distributed is not None and isinstance(error, getattr(distributed, "DistError", ())):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _LOST)

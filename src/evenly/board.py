@@ -1,0 +1,128 @@
+"""The error board: a rank that fails says so, and the others stop instead of waiting for it.
+
+One place in the store serves sections that run on one rank, the loader, callbacks and whatever
+else can fail on a single rank. The board needs no collective, so it is readable while ranks wait
+in one: a thread of each rank sleeps on the store until someone posts, then aborts what it can
+(nccl; gloo's waits end by themselves when the failed rank closes its connections).
+"""
+
+import contextlib
+import json
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from evenly.errors import LateError, RankFailedError
+
+# How long one request to the store may sleep before it is renewed.
+_NAP = timedelta(seconds=30)
+
+
+class Board:
+    """One rank's view of the board. ``ears`` is a store client for the waiting thread alone."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        ears: dist.Store | None,
+        *,
+        rank: int,
+        size: int,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._store = store
+        self._ears = ears
+        self._rank = rank
+        self._size = size
+        self._wake = wake
+        self._failure: RankFailedError | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        if ears is not None:
+            self._thread = threading.Thread(
+                target=self._listen, args=(ears,), name="evenly-board", daemon=True
+            )
+            self._thread.start()
+
+    def post(self, error: BaseException) -> None:
+        """Tell the other ranks that this one failed. The first to post is the one they report."""
+        entry = json.dumps(
+            {
+                "rank": self._rank,
+                "summary": summary_of(error),
+                "traceback": "".join(traceback.format_exception(error)),
+            }
+        )
+        # The store may be gone with its server; then the others see a lost connection instead.
+        with contextlib.suppress(RuntimeError):
+            self._store.compare_set("failure", "", entry)
+            others = [f"wake/{rank}" for rank in range(self._size) if rank != self._rank]
+            self._store.multi_set(others, ["failed"] * len(others))
+
+    def failure(self, wait: float = 0.0) -> RankFailedError | None:
+        """What another rank posted, if any; looks for up to ``wait`` seconds."""
+        deadline = time.monotonic() + wait
+        while self._failure is None and not self._closed:
+            with contextlib.suppress(RuntimeError):
+                if self._store.check(["failure"]):
+                    self._read(self._store)
+            if self._failure is not None or time.monotonic() >= deadline:
+                break
+            time.sleep(0.05)
+        return self._failure
+
+    def check(self) -> None:
+        """Raise if another rank has failed. Costs a look at one attribute."""
+        if self._failure is not None:
+            raise self._failure
+
+    def wait(self, key: str, *, limit: float, late: Callable[[], LateError]) -> bytes:
+        """Wait for a key, until ``limit`` seconds have passed or some rank has failed."""
+        deadline = time.monotonic() + limit
+        while True:
+            self.check()
+            rest = deadline - time.monotonic()
+            if rest <= 0:
+                raise late()
+            try:
+                self._store.wait([key], timedelta(seconds=min(1.0, rest)))
+            except dist.DistStoreError:
+                continue
+            return bytes(self._store.get(key))
+
+    def close(self) -> None:
+        """Stop listening. The thread is gone when this returns."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"wake/{self._rank}", "closed")
+            self._thread.join(timeout=5)
+
+    def _listen(self, ears: dist.Store) -> None:
+        while not self._closed:
+            try:
+                ears.wait([f"wake/{self._rank}"], _NAP)
+                if ears.get(f"wake/{self._rank}") == b"failed":
+                    self._read(ears)
+                    self._wake()
+                return
+            except dist.DistStoreError:
+                continue  # nothing happened for a while
+            except RuntimeError:
+                return  # the store is gone: its server ends this process too, or already has
+
+    def _read(self, store: dist.Store) -> None:
+        entry = json.loads(store.get("failure"))
+        if entry["rank"] != self._rank:
+            self._failure = RankFailedError(**entry)
+
+
+def summary_of(error: BaseException) -> str:
+    """The error in one line, as Python's own last traceback line."""
+    return traceback.format_exception_only(error)[0].strip()

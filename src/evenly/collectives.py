@@ -1,0 +1,382 @@
+"""Collectives on tensors and on nested structures of them.
+
+Every function here talks to the other ranks of ``group`` (all ranks of the world unless given),
+must be called by all of them in the same order, leaves its input alone and is the identity in a
+world of one. First dimensions may differ between ranks wherever results are joined. When a rank
+has failed, the others raise its error here instead of waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from evenly.devices import wire_types
+from evenly.errors import DisagreementError, SettingError, WorldError
+from evenly.packing import pack, packed_size, unpack
+from evenly.plan import split
+from evenly.tree import leaves, outline, replace_leaves
+from evenly.world import current_world
+
+T = TypeVar("T")
+Group = dist.ProcessGroup | None
+Operation = Literal["sum", "mean", "min", "max", "product"]
+
+_OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,  # divided here: gloo has no average
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+def all_reduce(tree: T, operation: Operation = "sum", *, group: Group = None) -> T:
+    """Each tensor reduced over the ranks, on every rank. One collective per type and device."""
+    return _reduced(tree, operation, group, None)
+
+
+def reduce(tree: T, operation: Operation = "sum", *, to: int = 0, group: Group = None) -> T | None:
+    """Each tensor reduced over the ranks, on rank ``to`` only; None elsewhere."""
+    reduced = _reduced(tree, operation, group, _member(to, group, "to"))
+    return reduced if _rank(group) == to else None
+
+
+def broadcast(tree: T, *, source: int = 0, group: Group = None) -> T:
+    """Rank ``source``'s tensors, on every rank. The others pass tensors of the same shapes."""
+    source = _member(source, group, "source")
+    if _size(group) == 1:
+        return tree
+
+    def exchange(flat: Tensor) -> Tensor:
+        dist.broadcast(flat, group_src=source, group=group)
+        return flat
+
+    return _flatwise(tree, exchange, "broadcast", group)
+
+
+def all_gather(tree: T, *, grad: bool = False, group: Group = None) -> T:
+    """Each tensor joined over the ranks along its first dimension, in rank order, on every rank.
+
+    First dimensions may differ; numbers (no dimension) are stacked. Two collectives, whatever the
+    structure. With ``grad=True`` gradients flow: the backward pass *sums* each slice's gradients
+    over the ranks, which together with DDP's averaging and ``part.share`` is the gradient of the
+    single-process program. Without DDP, add up the parameters' gradients over ranks yourself.
+    """
+    if grad:
+        return replace_leaves(  # type: ignore[no-any-return]
+            tree, iter([_GatherWithGradient.apply(leaf, group) for leaf in _tensors(tree)])
+        )
+    return _gathered(tree, group, None)
+
+
+def gather(tree: T, *, to: int = 0, group: Group = None) -> T | None:
+    """As `all_gather`, on rank ``to`` only; None elsewhere."""
+    joined = _gathered(tree, group, _member(to, group, "to"))
+    return joined if _rank(group) == to else None
+
+
+def scatter(parts: Sequence[T] | None, *, source: int = 0, group: Group = None) -> T:
+    """Rank r gets ``parts[r]`` of rank ``source``, on the world's device; others pass None.
+
+    Shapes and structures may differ. One collective for the shapes and one for all values.
+    """
+    offers, total = None, 0
+    if parts is not None and _rank(group) == source:
+        total = max((packed_size(_rows(part)) for part in parts), default=0)
+        offers = [(replace_leaves(p, iter([_like(t) for t in _tensors(p)])), total) for p in parts]
+    mine, total = scatter_object(offers, source=source, group=group)
+    if parts is not None and _size(group) == 1:
+        return parts[0]
+    device = current_world().device
+    wire = _wire(device, group)
+    received = torch.empty(total, dtype=torch.uint8, device=wire)
+    with _meeting("scatter"):
+        sent = None
+        if parts is not None and _rank(group) == source:
+            sent = [pack([t.to(wire) for t in _rows(part)], total) for part in parts]
+        dist.scatter(received, sent, group=group, group_src=source)
+    tensors = unpack(received.to(device), _rows(mine))
+    shaped = [t.reshape(like.shape) for t, like in zip(tensors, leaves(mine), strict=True)]
+    return replace_leaves(mine, iter(shaped))  # type: ignore[no-any-return]
+
+
+def reduce_scatter(tensor: Tensor, operation: Operation = "sum", *, group: Group = None) -> Tensor:
+    """This rank's contiguous, balanced run of the rows of the reduced tensor."""
+    start, stop = split(tensor.shape[0], _rank(group), _size(group))
+    return all_reduce(tensor, operation, group=group)[start:stop]
+
+
+def all_to_all(parts: Sequence[Tensor], *, group: Group = None) -> list[Tensor]:
+    """Send ``parts[r]`` to rank r; returns what each rank sent here. First sizes may differ."""
+    size = _size(group)
+    if len(parts) != size:
+        raise SettingError(f"all_to_all: {len(parts)} parts for {size} ranks; give one for each.")
+    if size == 1:
+        return list(parts)
+    _same_everywhere([_signature(p) for p in parts], "all_to_all", group)
+    device = parts[0].device
+    wire = _wire(device, group)
+    with _meeting("all_to_all"):
+        sent = torch.tensor([p.shape[0] for p in parts], device=wire)
+        counts = torch.empty_like(sent)
+        dist.all_to_all_single(counts, sent, group=group)
+        taken = counts.tolist()
+        received = parts[0].new_empty((sum(taken), *parts[0].shape[1:]), device=wire)
+        dist.all_to_all_single(
+            received,
+            torch.cat([p.detach().to(wire) for p in parts]).contiguous(),
+            taken,
+            [p.shape[0] for p in parts],
+            group=group,
+        )
+    return list(received.to(device).split(taken))
+
+
+def barrier(*, group: Group = None) -> None:
+    """Wait until every rank is here; after the world's timeout LateError names who is not."""
+    if _size(group) > 1:
+        with _meeting("barrier"):
+            # A reduction rather than dist.barrier, which on nccl needs to guess a device.
+            dist.all_reduce(torch.zeros(1, device=_wire(torch.device("cpu"), group)), group=group)
+
+
+def all_gather_object(value: T, *, group: Group = None) -> list[T]:
+    """Any picklable value of each rank, in rank order, on every rank."""
+    values: list[Any] = [value] * _size(group)
+    if len(values) > 1:
+        with _meeting("all_gather_object"):
+            dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def gather_object(value: T, *, to: int = 0, group: Group = None) -> list[T] | None:
+    """Any picklable value of each rank, in rank order, on rank ``to``; None elsewhere."""
+    to = _member(to, group, "to")
+    values: list[Any] | None = [value] * _size(group) if _rank(group) == to else None
+    if _size(group) > 1:
+        with _meeting("gather_object"):
+            dist.gather_object(value, values, group=group, group_dst=to)
+    return values
+
+
+def broadcast_object(value: T, *, source: int = 0, group: Group = None) -> T:
+    """Rank ``source``'s picklable value, on every rank; what the others pass is ignored."""
+    values: list[Any] = [value]
+    source = _member(source, group, "source")
+    if _size(group) > 1:
+        with _meeting("broadcast_object"):
+            dist.broadcast_object_list(values, group=group, group_src=source)
+    return values[0]  # type: ignore[no-any-return]
+
+
+def scatter_object(values: Sequence[T] | None, *, source: int = 0, group: Group = None) -> T:
+    """Rank r gets the picklable ``values[r]`` of rank ``source``; the others pass None."""
+    size, sent, problem = _size(group), values, ""
+    if _rank(group) == _member(source, group, "source") and (values is None or len(values) != size):
+        given = "None" if values is None else f"{len(values)} values"
+        problem = f"scatter: rank {source} gave {given} for {size} ranks; give one for each."
+        sent = None
+    # Sent with the values, so that a mistake on the source is an error on every rank.
+    sent, problem = broadcast_object((sent, problem), source=source, group=group)
+    if sent is None:
+        raise SettingError(problem)
+    return sent[_rank(group)]
+
+
+def agree(value: T, name: str = "value", *, group: Group = None) -> T:
+    """Return ``value`` if it is the same on every rank; else raise on every rank, naming all."""
+    _compare(
+        value,
+        name,
+        "Set it from the same configuration, or take rank 0's with evenly.broadcast_object().",
+        group,
+    )
+    return value
+
+
+def _compare(value: object, name: str, advice: str, group: Group) -> None:
+    values = all_gather_object(value, group=group)
+    if any(other != values[0] for other in values):
+        listing = ", ".join(f"rank {rank}: {other!r}" for rank, other in enumerate(values))
+        raise DisagreementError(f"{name} differs between ranks ({listing}). {advice}")
+
+
+class _GatherWithGradient(torch.autograd.Function):
+    """Gather rows; give each row the sum of the gradients that all ranks have for it."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, group: Group) -> Tensor:
+        rows = tensor if tensor.dim() else tensor.reshape(1)
+        pieces = _exchanged([rows], "", group)
+        context.shape, context.group = tensor.shape, group
+        context.start = sum(piece[0].shape[0] for piece in pieces[: _rank(group)])
+        context.rows = rows.shape[0]
+        return torch.cat([piece[0] for piece in pieces])
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = all_reduce(gradients[0].contiguous(), group=context.group)
+        own = total[context.start : context.start + context.rows]
+        return own.reshape(context.shape), None
+
+
+def _reduced(tree: T, operation: Operation, group: Group, to: int | None) -> T:
+    if operation not in _OPERATIONS:
+        raise SettingError(f"operation={operation!r}; choose from {', '.join(_OPERATIONS)}.")
+    size, tensors = _size(group), _tensors(tree)
+    if operation == "mean" and any(not t.is_floating_point() for t in tensors):
+        raise SettingError("a mean of whole numbers is not one; use float tensors, or 'sum'.")
+    if size == 1:
+        return tree
+
+    def exchange(flat: Tensor) -> Tensor:
+        if to is None:
+            dist.all_reduce(flat, _OPERATIONS[operation], group=group)
+        else:
+            dist.reduce(flat, op=_OPERATIONS[operation], group=group, group_dst=to)
+        return flat / size if operation == "mean" else flat
+
+    return _flatwise(tree, exchange, f"a {operation} over ranks", group)
+
+
+def _flatwise(tree: T, exchange: Any, what: str, group: Group) -> T:
+    """Apply ``exchange`` to the tensors of a structure, joined by type and device."""
+    tensors = _tensors(tree)
+    results: list[Tensor] = list(tensors)
+    kinds = {(t.dtype, t.device): None for t in tensors}
+    for dtype, device in kinds:
+        chosen = [i for i, t in enumerate(tensors) if (t.dtype, t.device) == (dtype, device)]
+        flat = torch.cat([tensors[i].detach().reshape(-1) for i in chosen])
+        with _meeting(what):
+            done = exchange(flat.to(_wire(device, group))).to(device)
+        sizes = [tensors[i].numel() for i in chosen]
+        for i, piece in zip(chosen, done.split(sizes), strict=True):
+            results[i] = piece.reshape(tensors[i].shape)
+    return replace_leaves(tree, iter(results))  # type: ignore[no-any-return]
+
+
+def _gathered(tree: T, group: Group, to: int | None) -> T:
+    tensors = _rows(tree)
+    if _size(group) == 1 or not tensors:
+        return replace_leaves(tree, iter(tensors))  # type: ignore[no-any-return]
+    pieces = _exchanged(tensors, outline(tree), group, to)
+    if not pieces:
+        return tree
+    joined = [torch.cat([piece[i] for piece in pieces]) for i in range(len(tensors))]
+    return replace_leaves(tree, iter(joined))  # type: ignore[no-any-return]
+
+
+def _exchanged(
+    tensors: list[Tensor], structure: str, group: Group, to: int | None = None
+) -> list[list[Tensor]]:
+    """Each rank's tensors, in rank order; with ``to``, on that rank alone (empty elsewhere)."""
+    if _size(group) == 1:
+        return [tensors]
+    what = f"{structure} {[_signature(t) for t in tensors]}"
+    sizes = _same_everywhere(what, "a gather", group, extra=packed_size(tensors))
+    wire = _wire(tensors[0].device, group)
+    mine = to is None or _rank(group) == to
+    with _meeting("a gather"):
+        sent = pack([t.to(wire) for t in tensors], max(sizes))
+        received = sent.new_empty((len(sizes) if mine else 0, max(sizes)))
+        rows = list(received.unbind())
+        if to is None:
+            dist.all_gather(rows, sent, group=group)
+        else:
+            dist.gather(sent, rows if mine else None, group=group, group_dst=to)
+    return [
+        [piece.to(t.device) for piece, t in zip(unpack(row, tensors), tensors, strict=True)]
+        for row in rows
+    ]
+
+
+def _same_everywhere(what: object, name: str, group: Group, extra: int = 0) -> list[int]:
+    """Compare a description over the ranks before exchanging by it; returns each rank's extra.
+
+    A mismatch raises on all ranks, where the exchange itself would hang or mix up bytes.
+    """
+    wire = _wire(torch.device("cpu"), group)
+    mark = zlib.crc32(repr(what).encode())
+    with _meeting(name):
+        sent = torch.tensor([mark, extra], dtype=torch.int64, device=wire)
+        received = sent.new_empty((_size(group), 2))
+        dist.all_gather(list(received.unbind()), sent, group=group)
+    marks, extras = received.t().tolist()
+    if any(other != marks[0] for other in marks):
+        advice = "Structure, types and all sizes but the first must be the same on all of them."
+        _compare(str(what), f"what was given to {name}", advice, group)
+    return list(extras)
+
+
+@contextlib.contextmanager
+def _meeting(what: str) -> Iterator[None]:
+    """Where ranks meet: raise another rank's failure before waiting, and explain it after."""
+    world = current_world()
+    if world.board is not None:
+        world.board.check()
+    try:
+        yield
+    except RuntimeError as error:
+        explained = world.explain(error, what)
+        if explained is error:
+            raise
+        raise explained from error
+
+
+def _wire(device: torch.device, group: Group) -> torch.device:
+    """Where tensors of ``device`` must be to travel: gloo carries CPU tensors only."""
+    backends = wire_types(str(dist.get_backend_config(group)))
+    if backends.get(device.type, backends.get("*")) == "nccl":
+        return current_world().device
+    if "nccl" in backends.values() and device.type not in backends:
+        return current_world().device
+    return torch.device("cpu")
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    found = list(leaves(tree))
+    for leaf in found:
+        if not isinstance(leaf, Tensor):
+            raise SettingError(
+                f"a collective on tensors was given a {type(leaf).__name__}; wrap numbers in "
+                "torch.tensor(), or use the _object version for other values."
+            )
+    return found
+
+
+def _rows(tree: Any) -> list[Tensor]:
+    return [t if t.dim() else t.reshape(1) for t in _tensors(tree)]
+
+
+def _signature(tensor: Tensor) -> tuple[str, list[int]]:
+    return str(tensor.dtype), list(tensor.shape[1:])
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _size(group: Group) -> int:
+    world = current_world()
+    return world.size if group is None or world.group is None else dist.get_world_size(group)
+
+
+def _rank(group: Group) -> int:
+    world = current_world()
+    rank = world.rank if group is None or world.group is None else dist.get_rank(group)
+    if rank < 0:
+        raise WorldError(f"rank {world.rank} is not in the group that it was asked to meet.")
+    return rank
+
+
+def _member(rank: int, group: Group, name: str) -> int:
+    if not 0 <= rank < _size(group):
+        raise SettingError(f"{name}={rank}: the ranks here are 0 to {_size(group) - 1}.")
+    return rank

@@ -1,0 +1,66 @@
+"""The key-value store through which ranks meet before, beside and after their collectives."""
+
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from evenly.errors import LateError, WorldError
+from evenly.variables import LOOPBACK, Place
+
+# A store that rank 0 serves must outlive every world opened in this process: other ranks may
+# still be closing one, or opening the next, when rank 0 is done with its own.
+_served: dict[tuple[str, int], dist.TCPStore] = {}
+
+
+def serve_on_loopback(port: int = 0) -> dist.TCPStore:
+    """A store of our own that only this machine can reach; port 0 finds a free one.
+
+    torch's TCPStore listens on all interfaces even when given a loopback address, and anyone who
+    reaches it can read and delete its keys; a socket bound beforehand does not.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((LOOPBACK, port))
+    except OSError as error:
+        listener.close()
+        raise WorldError(
+            f"port {port} on {LOOPBACK} cannot be used ({error.strerror}). Another job may hold "
+            "it: set MASTER_PORT to a free port, or use `evenly run`, which finds one."
+        ) from error
+    listener.listen(1024)
+    return dist.TCPStore(
+        LOOPBACK,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def connect(place: Place, timeout: timedelta) -> dist.TCPStore:
+    """A client of the store at ``place``, of its own: a waiting client blocks every other call
+    made through it, so each thread has one. Where no launcher serves the store, rank 0 does.
+    """
+    where = (place.address, place.port)
+    if not place.agent_store and place.rank == 0 and where not in _served:
+        if place.address in (LOOPBACK, "localhost"):
+            _served[where] = serve_on_loopback(place.port)
+        else:
+            _served[where] = dist.TCPStore(*where, is_master=True, wait_for_workers=False)
+    try:
+        return dist.TCPStore(*where, is_master=False, timeout=timeout)
+    except RuntimeError as error:
+        raise LateError(
+            f"rank {place.rank} found no store at {place.address}:{place.port} within "
+            f"{timeout.total_seconds():g} s. Rank 0 or the launcher serves it: is it running, and "
+            "can this machine reach that address?",
+            [0],
+        ) from error
+
+
+def loopback_interface() -> str | None:
+    """The name of the loopback interface ("lo" on Linux), if it can be told."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in names if name in ("lo", "lo0")), None)

@@ -1,0 +1,313 @@
+"""The world: which process this is, how many there are, and how they meet.
+
+A world of one has no process group, no store and no threads: everything that talks to other
+ranks is the identity there, so the same program runs alone at no cost.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+import time
+from collections import Counter
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from evenly import devices
+from evenly.blame import blame, lost_contact
+from evenly.board import Board
+from evenly.errors import (
+    DeviceError,
+    LateError,
+    LostError,
+    NoWorldError,
+    SettingError,
+    WorldError,
+)
+from evenly.store import connect, loopback_interface
+from evenly.variables import Place, read_place
+
+_current: World | None = None
+_opens: Counter[str] = Counter()
+"""How many worlds this process has opened, by attempt: each has keys of its own in the store."""
+
+_TIMED_OUT = ("timed out", "timeout")
+
+
+class World:
+    """The processes that train together, seen from one of them. Made by `open_world`."""
+
+    def __init__(self, place: Place, *, device: torch.device, timeout: float) -> None:
+        self.rank = place.rank
+        self.size = place.size
+        self.local_rank = place.local_rank
+        self.local_size = place.local_size
+        self.node = place.node
+        self.launcher = place.launcher
+        self.device = device
+        self.timeout = timeout
+        self.backend = "none"
+        self.group: dist.ProcessGroup | None = None
+        self.store: dist.Store | None = None
+        self.board: Board | None = None
+        self.turns = 0
+        """How many one-rank sections have been entered; equal on all ranks."""
+        self.replicas: list[Any] = []
+        """Weak references to replicated models: micro-batches hold back their gradient exchange,
+        and closing makes them let go of the process group."""
+        self._depth = 0
+        self._owns_group = False
+        self._agent_store = place.agent_store
+        self._restore: dict[str, str | None] = {}
+
+    def __repr__(self) -> str:
+        return (
+            f"World(rank={self.rank}, size={self.size}, device={self.device}, "
+            f"backend={self.backend!r}, launcher={self.launcher!r})"
+        )
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if error is not None:
+                self.fail(error)
+        finally:
+            self.close(failed=error is not None)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks about an error that leaves this world, and raise what the user
+        should read instead of it, if that is another rank's error. Talks to the store only.
+        """
+        if self.board is None or isinstance(error, GeneratorExit):
+            return
+        if blame(error, self.rank) == "other":
+            return
+        if isinstance(error, SystemExit) and not error.code:
+            return
+        explained = self.explain(error)
+        if explained is not error:
+            raise explained from error
+        self.board.post(error)
+
+    def explain(self, error: BaseException, what: str = "a collective") -> BaseException:
+        """What a failed collective means: the error of the rank that caused it, or who is late."""
+        if self.board is None or not isinstance(error, RuntimeError):
+            return error
+        text = str(error).lower()
+        timed_out = any(words in text for words in _TIMED_OUT)
+        if not (timed_out or lost_contact(error)):
+            return error
+        failure = self.board.failure(wait=2.0)
+        if failure is not None:
+            return failure
+        if timed_out:
+            return self._roll_call(what)
+        return LostError(
+            f"rank {self.rank} lost contact with another rank during {what}, and no rank reported "
+            "an error: one was probably killed (out of memory?) or its machine went away."
+        )
+
+    def _roll_call(self, what: str) -> WorldError:
+        """Who else has given up waiting? Those who have not are the ones all waited for."""
+        assert self.store is not None
+        self.store.set(f"waiting/{what}/{self.rank}", "")
+        time.sleep(2.0)  # the others' limits run out at nearly the same time
+        missing = [r for r in range(self.size) if not self.store.check([f"waiting/{what}/{r}"])]
+        return LateError(
+            f"{_ranks(missing) or 'some ranks'} did not reach {what} within {self.timeout:g} s "
+            f"(rank {self.rank} waited). Look at what they were doing; if they only needed longer, "
+            "pass a larger timeout to open_world().",
+            missing,
+        )
+
+    def close(self, *, failed: bool = False) -> None:
+        """Leave the world; the outermost close takes the process group and threads down."""
+        global _current
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        _current = None
+        if self.store is not None and self._owns_group and not failed:
+            self._say_goodbye()
+        if self.board is not None:
+            self.board.close()
+        for replica in filter(None, (reference() for reference in self.replicas)):
+            replica.leave()
+        if self._owns_group and dist.is_initialized():
+            if failed and "nccl" in self.backend:
+                self._abort()
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+        for name, value in self._restore.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        self.group = self.board = self.store = None
+
+    def _say_goodbye(self) -> None:
+        """Where rank 0 serves the store, it stays until the others have read what they need."""
+        if self._agent_store or self.store is None:
+            return
+        with contextlib.suppress(RuntimeError):
+            if self.store.add("gone", 1) == self.size:
+                self.store.set("all gone", "")
+            elif self.rank == 0:
+                self.store.wait(["all gone"], timedelta(seconds=min(30.0, self.timeout)))
+
+    def _abort(self) -> None:
+        """End nccl's waits; gloo has no abort, its waits end when a connection closes."""
+        if self.group is not None and "nccl" in self.backend:
+            with contextlib.suppress(RuntimeError):
+                self.group._get_backend(torch.device("cuda")).abort()
+
+    def _open_group(self, place: Place, backend: str | None) -> None:
+        limit = timedelta(seconds=self.timeout)
+        prefix = f"evenly/{place.attempt}/{_opens[place.attempt]}"
+        self.store = dist.PrefixStore(prefix, connect(place, limit))
+        ears = dist.PrefixStore(prefix, connect(place, limit))
+        self.backend = self._arrive(backend)
+        if place.one_machine:
+            self._use_loopback()
+        dist.init_process_group(
+            self.backend,
+            store=dist.PrefixStore("group", self.store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=limit,
+            device_id=self.device if "nccl" in self.backend else None,
+        )
+        self._owns_group = True
+        self.group = dist.group.WORLD
+        self.board = Board(self.store, ears, rank=self.rank, size=self.size, wake=self._abort)
+
+    def _arrive(self, wanted: str | None) -> str:
+        """Meet in the store: the last to arrive picks the backend for all (see devices.py)."""
+        assert self.store is not None
+        self.store.set(f"here/{self.rank}", json.dumps(devices.offer(self.device)))
+        if self.store.add("arrived", 1) == self.size:
+            names = [f"here/{rank}" for rank in range(self.size)]
+            offers = [json.loads(entry) for entry in self.store.multi_get(names)]
+            try:
+                answer = {"backend": devices.choose_backend(offers, wanted)}
+            except DeviceError as error:
+                answer = {"refused": str(error)}
+            self.store.set("decision", json.dumps(answer))
+        try:
+            self.store.wait(["decision"], timedelta(seconds=self.timeout))
+        except dist.DistStoreError:
+            missing = [r for r in range(self.size) if not self.store.check([f"here/{r}"])]
+            raise LateError(
+                f"{_ranks(missing)} of {self.size} did not open the world within "
+                f"{self.timeout:g} s. Did they fail before open_world(), or does only part of the "
+                "program call it?",
+                missing,
+            ) from None
+        answer = json.loads(self.store.get("decision"))
+        if "refused" in answer:
+            raise DeviceError(answer["refused"])
+        return str(answer["backend"])
+
+    def _use_loopback(self) -> None:
+        """Keep gloo's and nccl's connections on this machine while the world is open."""
+        loopback = loopback_interface()
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            if loopback is not None and name not in os.environ:
+                self._restore[name] = None
+                os.environ[name] = loopback
+
+    def _adopt_group(self, place: Place) -> None:
+        """Use a process group that the user made; it stays when the world closes."""
+        self.group = dist.group.WORLD
+        self.backend = str(dist.get_backend_config(self.group))
+        prefix = f"evenly/{place.attempt}/{_opens[place.attempt]}"
+        self.store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+        self.board = Board(self.store, None, rank=self.rank, size=self.size)
+
+
+def open_world(
+    *, device: str = "auto", backend: str | None = None, timeout: float = 600.0
+) -> World:
+    """Open the world that the launcher's variables describe, or one process without them.
+
+    Use it as ``with evenly.open_world() as world:``. A nested open returns the same world; a
+    process group that the program made itself is used and left open. ``device`` is "auto", "cpu",
+    "cuda" or one device; ``backend`` is chosen when not given; ``timeout`` (seconds) limits every
+    wait for other ranks. All ranks must call it.
+    """
+    global _current
+    if _current is None:
+        if timeout <= 0:
+            raise SettingError(f"timeout={timeout} leaves no time to meet; give seconds above 0.")
+        place = read_place(os.environ)
+        adopted = dist.is_available() and dist.is_initialized()
+        if adopted:
+            place = Place(**{**vars(place), "rank": dist.get_rank(), "size": dist.get_world_size()})
+        picked = devices.pick_device(device, place.local_rank)
+        world = World(place, device=picked, timeout=timeout)
+        if not _opens:
+            atexit.register(_close_at_exit)
+        _opens[place.attempt] += 1
+        if picked.type == "cuda":
+            torch.cuda.set_device(picked)
+        if adopted:
+            world._adopt_group(place)
+        elif world.size > 1:
+            world._open_group(place, backend)
+        _current = world
+    _current._depth += 1
+    return _current
+
+
+def current_world() -> World:
+    """The open world. Raises NoWorldError when there is none."""
+    if _current is None:
+        raise NoWorldError(
+            "no world is open, so it is not known which processes take part. Put this inside "
+            "`with evenly.open_world():` (the Trainer opens one by itself)."
+        )
+    return _current
+
+
+def report(error: BaseException) -> None:
+    """Post an error that ends this process on the board of the open world, if there is one."""
+    if _current is not None and _current.board is not None:
+        with contextlib.suppress(WorldError):
+            _current.fail(error)
+
+
+def _close_at_exit() -> None:
+    """A process that exits with an open process group aborts now and then; so close it."""
+    if _current is None:
+        return
+    error = getattr(sys, "last_value", None)
+    if error is not None:
+        report(error)
+    close_all(failed=error is not None)
+
+
+def close_all(*, failed: bool = False) -> None:
+    """Close the open world, if there is one, however deeply it is nested."""
+    if _current is not None:
+        _current._depth = 1
+        _current.close(failed=failed)
+
+
+def _ranks(ranks: list[int]) -> str:
+    if not ranks:
+        return ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

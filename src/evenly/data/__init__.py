@@ -1,0 +1,5 @@
+"""Data sets."""
+
+from evenly.data.digits import digits
+
+__all__ = ["digits"]

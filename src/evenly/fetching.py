@@ -1,0 +1,177 @@
+"""Samples into batches: what runs in a data-loading worker, or in the training process without.
+
+Random augmentation is keyed by (seed, epoch, sample), so it does not depend on the number of
+processes or workers. That costs nothing unless something draws: a batch is first read plainly,
+and only if a global generator has moved is it read again, sample by sample, each under its key.
+From then on that worker goes sample by sample.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import TensorDataset, default_collate
+
+from evenly.board import summary_of
+from evenly.errors import CollateError, DataError, SampleError
+from evenly.seeding import GlobalStreams, OneByOneNeeded, fetching, keys_of_samples
+
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the loader wants next."""
+
+    epoch: int
+    step: int
+    indices: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What it gets: the data, or the error to raise in the training process."""
+
+    wish: Wish
+    data: Any = None
+    error: DataError | None = None
+
+
+class Fetcher(torch.utils.data.Dataset[Batch]):
+    """A data set of batches: indexed by a wish, so that torch's workers can serve it."""
+
+    def __init__(self, dataset: Any, collate: Collate | None, seed: int) -> None:
+        self._dataset = dataset
+        self._collate = collate or default_collate
+        self._seed = seed
+        self._one_by_one = False
+        self._empty: Any = None
+        # Indexing the tensors gives what default_collate would, without a Python loop.
+        self._tensors: tuple[torch.Tensor, ...] | None = None
+        if type(dataset) is TensorDataset and collate is None:
+            self._tensors = dataset.tensors
+
+    def __getitem__(self, wish: Wish) -> Batch:
+        try:
+            return Batch(wish, self._fetch(wish))
+        except DataError as error:
+            return Batch(wish, error=error)
+
+    def _fetch(self, wish: Wish) -> Any:
+        if self._tensors is not None:
+            chosen = torch.from_numpy(wish.indices)
+            return [tensor[chosen] for tensor in self._tensors]
+        if not wish.indices.size:
+            if self._empty is None:
+                one = Wish(wish.epoch, wish.step, np.zeros(1, dtype=np.int64))
+                self._empty = none_of(self._collated(self._read(one), [0]))
+            return self._empty
+        samples = wish.indices.tolist()
+        return self._collated(self._read(wish), samples)
+
+    def _read(self, wish: Wish) -> list[Any]:
+        samples = wish.indices.tolist()
+        streams = GlobalStreams()
+        try:
+            if not self._one_by_one:
+                try:
+                    batch = self._read_plainly(wish.epoch, samples)
+                    if not streams.drawn():
+                        return batch
+                except OneByOneNeeded:
+                    pass
+                self._one_by_one = True
+            return self._read_keyed(wish.epoch, samples, streams)
+        finally:
+            if self._one_by_one:
+                streams.restore()  # the training process draws from them too
+
+    def _read_plainly(self, epoch: int, samples: list[int]) -> list[Any]:
+        many = getattr(self._dataset, "__getitems__", None)
+        if many is None:
+            return [self._one(epoch, index) for index in samples]
+        try:
+            with fetching(self._seed, epoch, samples):
+                batch = list(many(samples))
+        except OneByOneNeeded:
+            raise
+        except Exception as error:
+            for index in samples:
+                self._one(epoch, index)  # finds and names the one that raises
+            raise _sample_error(error, samples) from error
+        if len(batch) != len(samples):
+            raise SampleError(
+                f"{type(self._dataset).__name__}.__getitems__ returned {len(batch)} samples for "
+                f"{len(samples)} indices. It must return one for each, in that order.",
+                samples,
+            )
+        return batch
+
+    def _read_keyed(self, epoch: int, samples: list[int], streams: GlobalStreams) -> list[Any]:
+        batch = []
+        for index, value in zip(
+            samples, keys_of_samples(self._seed, epoch, samples).tolist(), strict=True
+        ):
+            streams.seed(value)
+            batch.append(self._one(epoch, index))
+        return batch
+
+    def _one(self, epoch: int, index: int) -> Any:
+        many = getattr(self._dataset, "__getitems__", None)
+        try:
+            with fetching(self._seed, epoch, [index]):
+                return self._dataset[index] if many is None else many([index])[0]
+        except OneByOneNeeded:
+            raise
+        except Exception as error:
+            raise _sample_error(error, [index]) from error
+
+    def _collated(self, batch: list[Any], samples: list[int]) -> Any:
+        try:
+            return self._collate(batch)
+        except Exception as error:
+            named = ", ".join(map(str, samples[:8])) + (", ..." if len(samples) > 8 else "")
+            problem = CollateError(
+                f"the samples {named} could not be put into one batch: {summary_of(error)}. "
+                "Samples of one batch must have the same shapes and types; otherwise pass a "
+                "collate_fn that pads them.",
+                samples,
+            )
+            problem.add_note(_trace(error))
+            raise problem from error
+
+
+def _sample_error(error: Exception, samples: Sequence[int]) -> SampleError:
+    names = ", ".join(map(str, samples))
+    problem = SampleError(
+        f"sample{'s' if len(samples) > 1 else ''} {names} could not be read: {summary_of(error)}",
+        samples,
+    )
+    problem.add_note(_trace(error))
+    return problem
+
+
+def _trace(error: Exception) -> str:
+    """The traceback as text: it must reach the training process from a worker."""
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def none_of(data: Any) -> Any:
+    """A batch with its samples taken out: same structure, first sizes 0."""
+    if isinstance(data, torch.Tensor):
+        return data[:0] if data.dim() else data
+    if isinstance(data, Mapping):
+        return {name: none_of(value) for name, value in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(none_of(value) for value in data))
+    if isinstance(data, list | tuple):
+        if all(isinstance(value, str | bytes) for value in data):
+            return type(data)()
+        return type(data)(none_of(value) for value in data)
+    return data

@@ -1,0 +1,196 @@
+"""The loader: a plan turned into batches on the device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+
+from evenly.collectives import agree
+from evenly.copying import on_device
+from evenly.errors import DataError, EvenlyError, SettingError
+from evenly.fetching import Batch, Collate, Fetcher, Wish
+from evenly.lifeline import die_with_parent
+from evenly.part import Part
+from evenly.plan import Plan, Tail
+from evenly.world import World, current_world
+
+
+class Loader:
+    """Every sample of an epoch exactly once, on any number of processes.
+
+    ``for part in loader.epoch(e)`` gives this rank's part of each step. The order depends on
+    ``seed`` and the epoch alone; ``batch_size`` is what one step sees over all processes.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        shuffle: bool = False,
+        seed: int = 0,
+        tail: Tail = "keep",
+        workers: int | Literal["auto"] = "auto",
+        collate_fn: Collate | None = None,
+        prefetch_factor: int = 2,
+        timeout: float = 600.0,
+    ) -> None:
+        """``tail`` is "keep" or "drop" for a short last step. ``workers`` are processes per rank
+        that read ahead ("auto": none for data in memory). ``timeout`` limits the wait for a batch.
+        """
+        _check_dataset(dataset)
+        if workers != "auto" and not (isinstance(workers, int) and workers >= 0):
+            raise SettingError(f"workers={workers!r}; give 0 or more, or 'auto'.")
+        self.dataset = dataset
+        self.plan = Plan(
+            length=len(dataset), batch_size=batch_size, shuffle=shuffle, seed=seed, tail=tail
+        )
+        if self.plan.steps == 0:
+            raise DataError(
+                f"tail='drop' leaves nothing: {self.plan.length} samples do not fill one step of "
+                f"{batch_size}. Use tail='keep', or a smaller batch_size."
+            )
+        self._fetcher = Fetcher(dataset, collate_fn, self.plan.seed)
+        self._workers = workers
+        self._prefetch = prefetch_factor
+        self._timeout = timeout
+        self._wishes = _Wishes()
+        self._pool: DataLoader[Batch] | None = None
+        self._run = 0
+        self._compared = False
+
+    def __len__(self) -> int:
+        """Steps in an epoch."""
+        return self.plan.steps
+
+    def epoch(self, epoch: int, *, start: int = 0) -> Iterator[Part]:
+        """This rank's part of each step from ``start`` on; nothing before it is read.
+
+        The first call compares the data set's length over the ranks, which is a meeting of all.
+        """
+        world = current_world()
+        if not self._compared:
+            agree(self.plan.length, "the length of the data set")
+            self._compared = True
+        walk = self.plan.walk(epoch, rank=world.rank, size=world.size, start=start)
+        self._run += 1
+        return self._parts((Wish(epoch, step, indices) for step, indices in walk), world, self._run)
+
+    def close(self) -> None:
+        """End the workers, which otherwise stay for the next epoch; one may still follow."""
+        iterator = getattr(self._pool, "_iterator", None)
+        self._pool = None
+        if iterator is not None:
+            # torch ends them when the iterator is collected, which a traceback can delay.
+            iterator._shutdown_workers()
+
+    def _parts(self, wishes: Iterator[Wish], world: World, run: int) -> Iterator[Part]:
+        batches = self._batches(wishes, world)
+        for batch, data in on_device(batches, world.device):
+            if run != self._run:
+                raise DataError(
+                    "another epoch of this loader was started before this one ended; use a second "
+                    "Loader to read two epochs at a time."
+                )
+            wish = batch.wish
+            yield Part(
+                data=data,
+                indices=torch.from_numpy(wish.indices),
+                epoch=wish.epoch,
+                step=wish.step,
+                weight=len(wish.indices),
+                global_weight=self.plan.count(wish.step),
+                world=world,
+            )
+
+    def _batches(self, wishes: Iterator[Wish], world: World) -> Iterator[Batch]:
+        pin = world.device.type == "cuda"
+        workers = self._worker_count(world)
+        source: Iterator[Batch]
+        if workers == 0:
+            source = (self._fetcher[wish] for wish in wishes)
+        else:
+            self._wishes.wishes = wishes
+            source = self._from_workers(workers, pin)
+        for batch in source:
+            if batch.error is not None:
+                self.close()
+                raise batch.error
+            yield batch
+
+    def _from_workers(self, workers: int, pin: bool) -> Iterator[Batch]:
+        if self._pool is None:
+            self._pool = DataLoader(
+                self._fetcher,
+                sampler=self._wishes,
+                batch_size=None,
+                collate_fn=_as_is,
+                num_workers=workers,
+                persistent_workers=True,
+                prefetch_factor=self._prefetch,
+                pin_memory=pin,
+                timeout=self._timeout,
+                worker_init_fn=_start_worker,
+            )
+        try:
+            yield from self._pool
+        except EvenlyError:
+            raise
+        except RuntimeError as error:
+            self.close()
+            raise DataError(
+                f"a data-loading worker of rank {current_world().rank} ended or gave nothing for "
+                f"{self._timeout:g} s: {error}. Out of memory is the usual cause; try fewer "
+                "workers, or workers=0 to see the data set's own error."
+            ) from error
+
+    def _worker_count(self, world: World) -> int:
+        if self._workers != "auto":
+            return int(self._workers)
+        if _in_memory(self.dataset):
+            return 0
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        return max(1, min(8, cores // world.local_size))
+
+
+class _Wishes:
+    """The sampler that torch's workers are fed from: the wishes of the epoch at hand."""
+
+    def __init__(self) -> None:
+        self.wishes: Iterator[Wish] = iter(())
+
+    def __iter__(self) -> Iterator[Wish]:
+        return self.wishes
+
+
+def _check_dataset(dataset: Any) -> None:
+    name = type(dataset).__name__
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise SettingError(
+            f"a {name} cannot be read by index, so its samples cannot be given out exactly once. "
+            "Give a data set with __getitem__ and __len__."
+        )
+    if not hasattr(dataset, "__len__"):
+        raise SettingError(f"a {name} has no length; give a data set with __len__.")
+    if len(dataset) == 0:
+        raise DataError(f"the data set ({name}) is empty; check its path, split or filter.")
+
+
+def _in_memory(dataset: Any) -> bool:
+    if isinstance(dataset, Subset):
+        return _in_memory(dataset.dataset)
+    return isinstance(dataset, TensorDataset | list | tuple)
+
+
+def _start_worker(_: int) -> None:
+    # A worker that outlives its rank would keep that rank's connections open, and the other
+    # ranks would wait on them.
+    die_with_parent()
+
+
+def _as_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,53 @@
+"""Replicas: the same model on every process, kept equal by exchanging gradients."""
+
+import weakref
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from evenly.errors import SettingError
+from evenly.world import current_world
+
+
+class Replica(DistributedDataParallel):
+    """torch's DistributedDataParallel, which leaves the process group when the world closes.
+
+    Otherwise the model would keep the group alive and take it down when Python collects the model,
+    holding the interpreter lock while gloo's threads may need it: now and then that never ends.
+    """
+
+    def leave(self) -> None:
+        """Let go of the process group. Forward passes go on, without exchange."""
+        self.process_group = self.reducer = self.logger = None
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self.reducer is None:
+            return self.module(*inputs, **kwargs)
+        return super().forward(*inputs, **kwargs)
+
+
+def replicate(model: nn.Module) -> nn.Module:
+    """The model on the world's device, kept equal on all processes.
+
+    Alone it is the module itself. With several processes it is torch's DistributedDataParallel
+    around it, whose construction copies rank 0's weights to all and whose backward pass averages
+    gradients; `Part.share` turns that average into the gradient of the mean over the whole step.
+    """
+    world = current_world()
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise SettingError(
+            f"{type(model).__name__} has no parameter that is trained, so there is nothing to keep "
+            "equal. Use the module itself, or set requires_grad on what should be trained."
+        )
+    model = model.to(world.device)
+    if world.size == 1:
+        return model
+    replica = Replica(
+        model,
+        device_ids=[world.device.index] if world.device.type == "cuda" else None,
+        process_group=world.group,
+        gradient_as_bucket_view=True,
+    )
+    world.replicas.append(weakref.ref(replica))
+    return replica

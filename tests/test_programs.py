@@ -1,0 +1,63 @@
+"""Program B of the design: as written, under each launcher, and exact at each process count."""
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from programs import largest_difference, train_digits
+
+from evenly.testing import run_ranks
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "digits_parts.py"
+
+
+def output_of(*command: str) -> str:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=120, env=environ
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_example_prints_the_same_under_python_evenly_run_and_torchrun() -> None:
+    alone = output_of(str(EXAMPLE))
+    assert "of 360 right" in alone
+    assert output_of("-m", "evenly", "run", "-n", "3", str(EXAMPLE)) == f"[0] {alone}"
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "3")
+    assert output_of(*torchrun, "--master-port", "0", str(EXAMPLE)) == alone
+
+
+@cache
+def alone(batch_size: int, dtype: torch.dtype, limit: int | None) -> list[torch.Tensor]:
+    return run_ranks(train_digits, 1, batch_size, dtype, limit=limit)[0]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+@pytest.mark.parametrize("batch_size", [48, 64, 100])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+def test_final_weights_equal_those_of_one_process(
+    size: int, batch_size: int, dtype: torch.dtype, bound: float
+) -> None:
+    reference = alone(batch_size, dtype, None)
+    for weights in run_ranks(train_digits, size, batch_size, dtype):
+        assert largest_difference(weights, reference) <= bound
+
+
+@pytest.mark.parametrize("limit", [5, 16])
+def test_micro_batches_change_nothing(limit: int) -> None:
+    """At 7 processes the ranks hold different numbers of them, and the last step is short."""
+    reference = alone(100, torch.float64, None)
+    assert largest_difference(alone(100, torch.float64, limit), reference) <= 1e-12
+    for weights in run_ranks(train_digits, 3, 100, torch.float64, limit=limit):
+        assert largest_difference(weights, reference) <= 1e-12
+
+
+def test_more_processes_than_samples_change_nothing() -> None:
+    reference = run_ranks(train_digits, 1, 64, torch.float64, length=5)[0]
+    for weights in run_ranks(train_digits, 7, 64, torch.float64, length=5):
+        assert largest_difference(weights, reference) <= 1e-12

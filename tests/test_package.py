@@ -48,9 +48,8 @@ def test_modules_import_downwards_only() -> None:
         if module == "__init__":
             continue
         assert module in height, f"{module} is in no layer; add it to LAYERS"
-        for imported in imports_of(file) & height.keys():
-            if height[imported] > height[module]:
-                upward.append(f"{module} imports {imported}")
+        above = {name for name in imports_of(file) & height.keys() if height[name] > height[module]}
+        upward += [f"{module} imports {name}" for name in above]
     assert not upward
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs import largest_difference, train_digits
 
 from evenly.testing import run_ranks
+from programs import largest_difference, train_digits
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "digits_parts.py"
 

@@ -61,7 +61,7 @@ class Board:
         with contextlib.suppress(RuntimeError):
             self._store.compare_set("failure", "", entry)
             others = [f"wake/{rank}" for rank in range(self._size) if rank != self._rank]
-            self._store.multi_set(others, ["failed"] * len(others))
+            self._store.multi_set(others, ["failed"] * len(others))  # type: ignore[attr-defined]
 
     def failure(self, wait: float = 0.0) -> RankFailedError | None:
         """What another rank posted, if any; looks for up to ``wait`` seconds."""

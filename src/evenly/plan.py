@@ -111,7 +111,7 @@ class Plan:
 
         With ``shuffle`` a call costs about 0.1 ms; for step after step, `walk` is much cheaper.
         """
-        return self._part(self._order(epoch), step, rank, size)
+        return self._order(epoch)(self._positions(step, rank, size))
 
     def walk(
         self, epoch: int, *, rank: int = 0, size: int = 1, start: int = 0
@@ -138,20 +138,25 @@ class Plan:
         first, last = split(self.batch_size, rank, size)
         full = self.length // self.batch_size
         offsets = np.arange(first, last if full else first, dtype=np.int64)
+        stride = min(self.batch_size, self.length)  # a batch may be larger than any index
         block = _FIRST_BLOCK
-        while step < full:
-            stop = min(full, step + max(1, block // max(1, offsets.size)))
-            starts = np.arange(step, stop, dtype=np.int64) * self.batch_size
-            samples = order((starts[:, None] + offsets).ravel())
-            yield from enumerate(samples.reshape(starts.size, offsets.size), step)
+        while step < self.steps:
+            stop = min(self.steps, step + max(1, block // max(1, offsets.size)))
+            starts = np.arange(step, min(stop, full), dtype=np.int64) * stride
+            positions = (starts[:, None] + offsets).ravel()
+            # The short last step joins the last block: a permutation call has a fixed cost.
+            short = self._positions(stop - 1, rank, size) if stop > full else positions[:0]
+            samples = order(np.concatenate([positions, short]))
+            whole = samples[: positions.size].reshape(starts.size, offsets.size)
+            yield from enumerate(whole, step)
+            if stop > full:
+                yield stop - 1, samples[positions.size :]
             step, block = stop, min(2 * block, _LAST_BLOCK)
-        if step < self.steps:
-            yield step, self._part(order, step, rank, size)
 
-    def _part(self, order: Order, step: int, rank: int, size: int) -> NDArray[np.int64]:
+    def _positions(self, step: int, rank: int, size: int) -> NDArray[np.int64]:
         begin, end = self.bounds(step)
         start, stop = split(end - begin, rank, size)
-        return order(np.arange(begin + start, begin + stop, dtype=np.int64))
+        return np.arange(begin + start, begin + stop, dtype=np.int64)
 
     def _order(self, epoch: int) -> Order:
         epoch = _integer("epoch", epoch, 0)

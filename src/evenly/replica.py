@@ -19,7 +19,8 @@ class Replica(DistributedDataParallel):
 
     def leave(self) -> None:
         """Let go of the process group. Forward passes go on, without exchange."""
-        self.process_group = self.reducer = self.logger = None
+        for name in ("process_group", "reducer", "logger"):
+            setattr(self, name, None)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self.reducer is None:

@@ -95,7 +95,7 @@ class on_rank:  # noqa: N801 - reads as a decorator and as a block, like context
         key = f"turn/{number}"
         if turn:
             entry, unsendable = _pack(where, turn.value, error, world.rank)
-            world.store.set(key, entry)
+            world.store.set(key, entry)  # type: ignore[arg-type]
             if unsendable is not None:
                 raise unsendable
             return

@@ -16,8 +16,9 @@ def nothing_left_behind() -> Iterator[None]:
     yield
     variables["PYTEST_CURRENT_TEST"] = os.environ.get("PYTEST_CURRENT_TEST", "")
     assert dict(os.environ) == variables, "the test changed the environment"
-    left = [t for t in threading.enumerate() if t not in threads and t.is_alive()]
-    assert not left, f"the test left threads behind: {left}"
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(timeout=2)  # torch does not wait for those that feed its workers
+        assert not thread.is_alive(), f"the test left a thread behind: {thread}"
 
 
 @pytest.fixture

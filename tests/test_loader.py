@@ -70,6 +70,7 @@ def table(
                 for value, index in zip(values, part.indices.tolist(), strict=True):
                     assert (epoch, index) not in found
                     found[epoch, index] = value.tolist()
+        loader.close()
     return found
 
 
@@ -170,6 +171,7 @@ def test_workers_survive_an_epoch_that_was_left_early(world: evenly.World) -> No
                 break
     full = [part.indices.tolist() for part in loader.epoch(3)]
     assert full == [indices.tolist() for _, indices in loader.plan.walk(3)]
+    loader.close()
 
 
 def test_two_epochs_of_one_loader_at_a_time_are_refused(world: evenly.World) -> None:

@@ -28,8 +28,8 @@ def test_the_example_prints_the_same_under_python_evenly_run_and_torchrun() -> N
     alone = output_of(str(EXAMPLE))
     assert "of 360 right" in alone
     assert output_of("-m", "evenly", "run", "-n", "3", str(EXAMPLE)) == f"[0] {alone}"
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "3")
-    assert output_of(*torchrun, "--master-port", "0", str(EXAMPLE)) == alone
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
+    assert output_of(*torchrun, str(EXAMPLE)) == alone
 
 
 @cache

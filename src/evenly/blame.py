@@ -5,6 +5,7 @@ them. The launcher and a crew show the user the first kind and count the second.
 """
 
 import sys
+import traceback
 from typing import Literal
 
 from evenly.errors import LostError, RankFailedError
@@ -20,8 +21,8 @@ _LOST = (
     "socket closed",
     "socket timeout",
     "pair closure",
+    "timed out waiting",
     "connectfullmesh failed",
-    "gloo/transport",
     "remote process exited",
     "communicator was aborted",
     "failed to recv, got 0 bytes",
@@ -30,7 +31,9 @@ _LOST = (
 
 def blame(error: BaseException | None, rank: int | None = None) -> Blame:
     """Whose failure this is. An error raised while handling another's counts as that one's."""
-    while error is not None:
+    for _ in range(100):  # a chain may be a ring
+        if error is None:
+            break
         if isinstance(error, RankFailedError):
             return "other"
         if rank is not None and getattr(error, "evenly_rank", rank) != rank:
@@ -48,4 +51,14 @@ def lost_contact(error: BaseException) -> bool:
         return True
     if distributed is not None and isinstance(error, getattr(distributed, "DistError", ())):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _LOST)
+    return isinstance(error, RuntimeError) and any(text in _text(error) for text in _LOST)
+
+
+def summary_of(error: BaseException) -> str:
+    """The error in one line, as Python's own last traceback line."""
+    return traceback.format_exception_only(error)[0].strip()
+
+
+def _text(error: BaseException) -> str:
+    """The error's type and message in lower case, also where making the message raises."""
+    return "".join(traceback.format_exception_only(error)).lower()

@@ -16,6 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from evenly.blame import summary_of
 from evenly.errors import LateError, RankFailedError
 
 # How long one request to the store may sleep before it is renewed.
@@ -121,8 +122,3 @@ class Board:
         entry = json.loads(store.get("failure"))
         if entry["rank"] != self._rank:
             self._failure = RankFailedError(**entry)
-
-
-def summary_of(error: BaseException) -> str:
-    """The error in one line, as Python's own last traceback line."""
-    return traceback.format_exception_only(error)[0].strip()

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from evenly.errors import LateError, LaunchError, RankFailedError, SettingError
 from evenly.member import Report, Task, receive, send
-from evenly.store import loopback_interface, serve_on_loopback
+from evenly.store import loopback_interface, serve
 from evenly.variables import LOOPBACK
 
 R = TypeVar("R")
@@ -56,7 +56,7 @@ class Crew:
             raise SettingError(f"{n} processes cannot run anything; give 1 or more.")
         self._threads = threads or max(1, (os.cpu_count() or 1) // n)
         self._folder = tempfile.TemporaryDirectory(prefix="evenly-crew-")
-        self._store: dist.TCPStore = serve_on_loopback()
+        self._store: dist.TCPStore = serve()
         self._members: list[_Member] = []
         self.grow(n)
 

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import TensorDataset, default_collate
 
-from evenly.board import summary_of
+from evenly.blame import summary_of
 from evenly.errors import CollateError, DataError, SampleError
 from evenly.seeding import GlobalStreams, OneByOneNeeded, fetching, keys_of_samples
 

@@ -13,25 +13,26 @@ from evenly.variables import LOOPBACK, Place
 _served: dict[tuple[str, int], dist.TCPStore] = {}
 
 
-def serve_on_loopback(port: int = 0) -> dist.TCPStore:
-    """A store of our own that only this machine can reach; port 0 finds a free one.
+def serve(host: str = LOOPBACK, *, listen: str | None = LOOPBACK, port: int = 0) -> dist.TCPStore:
+    """Serve a store that others find at ``host``, listening on the address ``listen`` only.
 
-    torch's TCPStore listens on all interfaces even when given a loopback address, and anyone who
-    reaches it can read and delete its keys; a socket bound beforehand does not.
+    ``listen=None`` is everywhere; port 0 finds a free one. torch's TCPStore listens on all
+    interfaces even when given a loopback address, and anyone who reaches it can read and delete
+    its keys; a socket bound beforehand does not.
     """
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    both = listen is None and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in (listen or "") else socket.AF_INET
     try:
-        listener.bind((LOOPBACK, port))
+        listener = socket.create_server(
+            (listen or "", port), family=family, backlog=1024, dualstack_ipv6=both
+        )
     except OSError as error:
-        listener.close()
         raise WorldError(
-            f"port {port} on {LOOPBACK} cannot be used ({error.strerror}). Another job may hold "
-            "it: set MASTER_PORT to a free port, or use `evenly run`, which finds one."
+            f"port {port} on {listen or host} cannot be used ({error.strerror}). Another job may "
+            "hold it: set MASTER_PORT to a free port, or use `evenly run`, which finds one."
         ) from error
-    listener.listen(1024)
     return dist.TCPStore(
-        LOOPBACK,
+        host,
         listener.getsockname()[1],
         is_master=True,
         wait_for_workers=False,
@@ -46,9 +47,9 @@ def connect(place: Place, timeout: timedelta) -> dist.TCPStore:
     where = (place.address, place.port)
     if not place.agent_store and place.rank == 0 and where not in _served:
         if place.address in (LOOPBACK, "localhost"):
-            _served[where] = serve_on_loopback(place.port)
+            _served[where] = serve(port=place.port)
         else:
-            _served[where] = dist.TCPStore(*where, is_master=True, wait_for_workers=False)
+            _served[where] = serve(place.address, listen=None, port=place.port)
     try:
         return dist.TCPStore(*where, is_master=False, timeout=timeout)
     except RuntimeError as error:

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import cloudpickle
 
-from evenly.board import summary_of
+from evenly.blame import summary_of
 from evenly.errors import LateError, RankFailedError, SettingError, WorldError
 from evenly.world import World, current_world
 

@@ -62,10 +62,10 @@ def _torchrun(environ: Mapping[str, str]) -> Place:
         raise _contradiction(environ, "LOCAL_WORLD_SIZE", "WORLD_SIZE", "is larger than")
     if local_rank >= local_size:
         raise _contradiction(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "is not below")
-    if size > 1 and "MASTER_PORT" not in environ:
+    if size > 1 and not 0 < _integer(environ, "MASTER_PORT", 0) < 65536:
         raise VariablesError(
-            f"WORLD_SIZE={size} is set but MASTER_PORT is not, so the ranks cannot meet. "
-            "Start the program with `evenly run` or `torchrun`, or set MASTER_ADDR and "
+            f"WORLD_SIZE={size}, but MASTER_PORT={environ.get('MASTER_PORT', 'nothing')} is no "
+            "port where the ranks could meet. Start the program with `evenly run` or `torchrun`, or set MASTER_ADDR and "
             "MASTER_PORT to the same free port on every rank."
         )
     return Place(

@@ -1,0 +1,97 @@
+"""``evenly run``: a script or module on several processes."""
+
+import sys
+
+import click
+
+from evenly.errors import LaunchError, SettingError
+from evenly.launcher import Settings, parse_nodes, parse_processes
+from evenly.launcher import run as run_processes
+
+
+# Options after the script are the script's.
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option(
+    "-n",
+    "--processes",
+    default="1",
+    metavar="N|auto",
+    show_default=True,
+    help=("Processes on this machine; auto: one per visible GPU, or per core without any."),
+)
+@click.option("-m", "--module", is_flag=True, help="TARGET is a module's name, as for python -m.")
+@click.option(
+    "--restarts",
+    type=int,
+    default=0,
+    metavar="K",
+    show_default=True,
+    help=("Start all processes again after a failure, up to K times."),
+)
+@click.option(
+    "--threads",
+    type=int,
+    metavar="T",
+    help=(
+        "OMP_NUM_THREADS of each process. Default: your own setting of it, else cores // processes."
+    ),
+)
+@click.option(
+    "--nodes",
+    default="1",
+    metavar="N|MIN:MAX",
+    show_default=True,
+    help=("Machines in the run; run the same command on each."),
+)
+@click.option(
+    "--rendezvous",
+    metavar="HOST:PORT",
+    help=("Where several machines meet; HOST is one of them, PORT is free on it."),
+)
+@click.option(
+    "--address",
+    metavar="ADDRESS",
+    help=("This machine's address as the others see it. Default: its full host name."),
+)
+@click.option("--job", metavar="NAME", help="The run's name, the same on all its machines.")
+@click.argument("target")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(
+    processes: str,
+    module: bool,
+    restarts: int,
+    threads: int | None,
+    nodes: str,
+    rendezvous: str | None,
+    address: str | None,
+    job: str | None,
+    target: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Run TARGET, a script or (with -m) a module, with its ARGUMENTS on several processes.
+
+    Each line of output starts with the rank it comes from. When a rank fails, its traceback is
+    shown, the others are stopped, and its exit code is returned.
+    """
+    try:
+        settings = Settings(
+            target=target,
+            arguments=arguments,
+            module=module,
+            processes=parse_processes(processes),
+            nodes=parse_nodes(nodes),
+            rendezvous=rendezvous,
+            address=address,
+            job=job,
+            restarts=restarts,
+            threads=threads,
+        )
+    except SettingError as error:
+        raise click.UsageError(str(error)) from error
+    try:
+        code = run_processes(settings)
+    except LaunchError as error:
+        raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:  # before the processes were started; click would exit with 1
+        code = 130
+    sys.exit(code)

@@ -65,8 +65,8 @@ def _torchrun(environ: Mapping[str, str]) -> Place:
     if size > 1 and not 0 < _integer(environ, "MASTER_PORT", 0) < 65536:
         raise VariablesError(
             f"WORLD_SIZE={size}, but MASTER_PORT={environ.get('MASTER_PORT', 'nothing')} is no "
-            "port where the ranks could meet. Start the program with `evenly run` or `torchrun`, or set MASTER_ADDR and "
-            "MASTER_PORT to the same free port on every rank."
+            "port where the ranks could meet. Start the program with `evenly run` or `torchrun`, "
+            "or set MASTER_ADDR and MASTER_PORT to the same free port on every rank."
         )
     return Place(
         rank=rank,

@@ -19,7 +19,7 @@ EPOCHS = 3
 
 def ours(batch_size: int, dtype: torch.dtype) -> list[Tensor]:
     net, train = start(dtype)
-    with evenly.open_world():
+    with evenly.open_world(device="cpu"):
         model = evenly.replicate(net)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = evenly.Loader(train, batch_size=batch_size, shuffle=True)
@@ -34,7 +34,7 @@ def ours(batch_size: int, dtype: torch.dtype) -> list[Tensor]:
 
 def usual(batch_size: int, dtype: torch.dtype) -> list[Tensor]:
     net, train = start(dtype)
-    with evenly.open_world() as world:
+    with evenly.open_world(device="cpu") as world:
         model: nn.Module = nn.parallel.DistributedDataParallel(net) if world.size > 1 else net
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         sampler: DistributedSampler[tuple[Tensor, ...]]

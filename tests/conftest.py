@@ -8,6 +8,9 @@ import pytest
 
 import evenly
 
+# Tests of several ranks run on the CPU also where there is one GPU; GPU tests ask for it.
+os.environ["EVENLY_DEVICE"] = "cpu"
+
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 import pytest
 
+import evenly
 from evenly.devices import GLOO, NCCL, Offer, choose_backend
 from evenly.errors import DeviceError
 
@@ -31,6 +32,16 @@ def test_sharing_a_gpu_is_refused_unless_asked_for() -> None:
     with pytest.raises(DeviceError, match="nccl refuses"):
         choose_backend(gpus("a/0", "a/0"), "nccl")
     assert choose_backend(gpus("a/0", "a/0"), "gloo") == GLOO
+
+
+def test_the_device_is_what_the_program_says_else_the_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("EVENLY_DEVICE", "nonsense")
+    with evenly.open_world(device="cpu") as world:
+        assert world.device.type == "cpu"
+    with pytest.raises(DeviceError, match="device='nonsense'"):
+        evenly.open_world()
 
 
 def test_different_kinds_of_device_are_refused_by_rank() -> None:

@@ -102,7 +102,7 @@ def test_collectives_keep_each_tensor_on_its_device() -> None:
 
 def refused() -> str:
     try:
-        with evenly.open_world():
+        with evenly.open_world(device="auto"):
             return "opened"
     except DeviceError as error:
         return str(error)
@@ -118,7 +118,7 @@ def test_sharing_a_gpu_without_asking_is_refused_on_every_rank() -> None:
 def nccl_of_one() -> tuple[str, list[float], str]:
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", 0))
     try:
-        with evenly.open_world() as world:
+        with evenly.open_world(device="cuda") as world:
             total = evenly.all_reduce(torch.ones(2, device=world.device))
             on_cpu = evenly.all_gather_object("x")
             return world.backend, total.tolist(), on_cpu[0]
@@ -135,7 +135,7 @@ def test_a_group_on_nccl_is_used() -> None:
 
 def test_a_batch_is_on_the_gpu_and_whole() -> None:
     x, _ = evenly.data.digits()[0].tensors
-    with evenly.open_world() as world:
+    with evenly.open_world(device="auto") as world:
         assert world.device.type == "cuda"
         loader = evenly.Loader(TensorDataset(x), batch_size=64)
         seen = torch.cat([part.data[0].cpu() for part in loader.epoch(0)])

@@ -69,7 +69,7 @@ def largest_difference(one: Outcome, other: Outcome) -> float:
 def train_evenly() -> Outcome:
     """With the parts of Evenly; the same text runs on any number of processes."""
     train, test = evenly.data.digits()
-    with evenly.open_world():
+    with evenly.open_world(device="cpu"):
         net = _network()
         model = evenly.replicate(net)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -97,7 +97,7 @@ def train_evenly() -> Outcome:
 def train_usual() -> Outcome:
     """With DistributedSampler and DDP, as it is usually written."""
     train, test = evenly.data.digits()
-    with evenly.open_world() as world:
+    with evenly.open_world(device="cpu") as world:
         net = _network()
         # DDP at one process needs a group that a world of one does not have.
         model: nn.Module = nn.parallel.DistributedDataParallel(net) if world.size > 1 else net

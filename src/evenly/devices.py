@@ -73,7 +73,8 @@ def choose_backend(offers: list[Offer], wanted: str | None) -> str:
         raise DeviceError(
             f"ranks {', '.join(map(str, shared[0]))} would share one GPU ({len(sharers)} GPUs for "
             f"{len(offers)} ranks), and nccl refuses that. Start {len(sharers)} processes, or pass "
-            "backend='gloo' to share (correct but slow), or device='cpu'."
+            "backend='gloo' to open_world() to share (correct but slow), or leave the GPU alone: "
+            "`evenly run --device cpu`, or device='cpu'."
         )
     return NCCL if wanted == "nccl" else str(wanted)
 

@@ -240,14 +240,14 @@ class World:
 
 
 def open_world(
-    *, device: str = "auto", backend: str | None = None, timeout: float = 600.0
+    *, device: str | None = None, backend: str | None = None, timeout: float = 600.0
 ) -> World:
     """Open the world that the launcher's variables describe, or one process without them.
 
     Use it as ``with evenly.open_world() as world:``. A nested open returns the same world; a
     process group that the program made itself is used and left open. ``device`` is "auto", "cpu",
-    "cuda" or one device; ``backend`` is chosen when not given; ``timeout`` (seconds) limits every
-    wait for other ranks. All ranks must call it.
+    "cuda" or one device (not given: what EVENLY_DEVICE says, else "auto"); ``backend`` is chosen
+    when not given; ``timeout`` (seconds) limits every wait for other ranks. All ranks must call it.
     """
     global _current
     if _current is None:
@@ -257,7 +257,8 @@ def open_world(
         adopted = dist.is_available() and dist.is_initialized()
         if adopted:
             place = Place(**{**vars(place), "rank": dist.get_rank(), "size": dist.get_world_size()})
-        picked = devices.pick_device(device, place.local_rank)
+        wanted = device or os.environ.get("EVENLY_DEVICE", "auto")
+        picked = devices.pick_device(wanted, place.local_rank)
         world = World(place, device=picked, timeout=timeout)
         if not _opens:
             atexit.register(_close_at_exit)

@@ -37,6 +37,11 @@ from evenly.launcher import run as run_processes
     ),
 )
 @click.option(
+    "--device",
+    metavar="DEVICE",
+    help='What open_world() uses if the program does not say: "cpu", "cuda". Default: auto.',
+)
+@click.option(
     "--nodes",
     default="1",
     metavar="N|MIN:MAX",
@@ -61,6 +66,7 @@ def run(
     module: bool,
     restarts: int,
     threads: int | None,
+    device: str | None,
     nodes: str,
     rendezvous: str | None,
     address: str | None,
@@ -85,6 +91,7 @@ def run(
             job=job,
             restarts=restarts,
             threads=threads,
+            device=device,
         )
     except SettingError as error:
         raise click.UsageError(str(error)) from error

@@ -43,6 +43,9 @@ class Settings:
     """``OMP_NUM_THREADS`` of each process. Default: the user's own value of that variable, else
     cores // processes, also for one process, so that one and many compute alike."""
 
+    device: str | None = None
+    """``EVENLY_DEVICE`` of each process: what `open_world` uses if the program does not say."""
+
     def __post_init__(self) -> None:
         if not self.module and not Path(self.target).exists():
             raise SettingError(

@@ -41,6 +41,8 @@ class Surroundings(LogsSpecs):
             # What the launcher sets for its own use is not for a worker that launches something.
             SIGNALS_VARIABLE: os.environ.get(SIGNALS_VARIABLE, _SIGNALS_OF_TORCH),
         }
+        if settings.device is not None:
+            self._variables["EVENLY_DEVICE"] = settings.device
         interface = loopback_interface()
         if not settings.several_machines and interface:
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

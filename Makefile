@@ -19,7 +19,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 suite: $(STAMP)
-	$(BIN)/pytest -m "not soak"
+	$(BIN)/pytest
 
 soak: $(STAMP)           ## long repetitions of the fault tests
 	$(BIN)/pytest -m soak --timeout 3600

@@ -266,6 +266,27 @@ def test_lengths_that_differ_between_ranks_are_an_error_on_all() -> None:
         assert "rank 0: 100, rank 1: 101, rank 2: 102" in text
 
 
+def split_without_a_seed() -> str:
+    with evenly.open_world() as world:
+        torch.manual_seed(world.rank)
+        train, _ = torch.utils.data.random_split(Squares(100), [80, 20])
+        try:
+            evenly.Loader(train, batch_size=8).epoch(0)
+        except DisagreementError as error:
+            return str(error)
+    return ""
+
+
+def test_a_random_split_that_differs_between_ranks_is_an_error_on_all() -> None:
+    for text in run_ranks(split_without_a_seed, 2):
+        assert "the samples that a Subset of the data set chooses" in text
+
+
+def test_a_loader_is_read_by_epochs() -> None:
+    with pytest.raises(SettingError, match=r"loader\.epoch\(e\)"):
+        iter(evenly.Loader(Squares(3), batch_size=1))
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(3))

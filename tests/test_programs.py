@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
 
+import evenly
 from evenly.testing import run_ranks
 from programs import largest_difference, train_digits
 
@@ -61,3 +65,49 @@ def test_more_processes_than_samples_change_nothing() -> None:
     reference = run_ranks(train_digits, 1, 64, torch.float64, length=5)[0]
     for weights in run_ranks(train_digits, 7, 64, torch.float64, length=5):
         assert largest_difference(weights, reference) <= 1e-12
+
+
+def weighted(kind: str, limit: int | None = None) -> list[torch.Tensor]:
+    """Losses that do not divide by the number of samples, as Totals."""
+    torch.manual_seed(0)
+    net = nn.Linear(64, 10).double()
+    x, y = evenly.data.digits()[0].tensors
+    y = torch.where(y == 3, -100, y) if kind == "ignore_index" else y
+    classes = torch.linspace(0.1, 5, 10).double()
+    with evenly.open_world() as world:
+        loader = evenly.Loader(TensorDataset(x.double(), y), batch_size=100, shuffle=True)
+        model = evenly.replicate(net)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def weight_of(target: torch.Tensor) -> torch.Tensor:
+            if kind == "ignore_index":
+                return (target != -100).sum().double()
+            return classes[target].sum()
+
+        for part in loader.epoch(0):
+            of = evenly.all_reduce(weight_of(part.data[1])).item() if limit else None
+            for micro in part.microbatches(limit) if limit else [part]:
+                x, y = micro.data
+                loss = F.cross_entropy(
+                    model(x), y, None if kind == "ignore_index" else classes, reduction="sum"
+                )
+                micro.share(evenly.Total(loss, weight_of(y)), of=of).backward()
+            if world.size == 1 and limit is None:
+                mean = torch.nn.functional.cross_entropy(
+                    net(part.data[0]),
+                    part.data[1],
+                    None if kind == "ignore_index" else classes,
+                )
+                (expected,) = torch.autograd.grad(mean, [net.weight])
+                torch.testing.assert_close(net.weight.grad, expected, rtol=0, atol=1e-13)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["class weights", "ignore_index"])
+def test_a_total_gives_weighted_losses_their_true_denominator(kind: str) -> None:
+    reference = run_ranks(weighted, 1, kind)[0]
+    for limit in (None, 7):
+        for weights in run_ranks(weighted, 3, kind, limit):
+            assert largest_difference(weights, reference) <= 1e-12

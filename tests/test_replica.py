@@ -20,6 +20,8 @@ def test_alone_a_replica_is_the_module_itself(world: evenly.World) -> None:
 
 
 def test_a_model_with_nothing_to_train_is_refused(world: evenly.World) -> None:
+    with pytest.raises(SettingError, match="takes a torch module"):
+        evenly.replicate(print)  # type: ignore[arg-type]
     for net in (nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)):
         with pytest.raises(SettingError, match="no parameter that is trained"):
             evenly.replicate(net)
@@ -33,7 +35,7 @@ def start_different() -> tuple[list[float], bool, list[float], list[str]]:
         wrapped = isinstance(model, Replica)
     after = model(torch.ones(1, 2))  # the world is closed: no exchange, but it computes
     after.sum().backward()
-    return net.weight.flatten().tolist(), wrapped, after.tolist()[0], list(net.state_dict())
+    return net.weight.flatten().tolist(), wrapped, after.tolist()[0], list(model.state_dict())
 
 
 def test_replicas_start_from_rank_0_and_compute_after_the_world_closed() -> None:
@@ -42,6 +44,25 @@ def test_replicas_start_from_rank_0_and_compute_after_the_world_closed() -> None
     assert first[1]
     assert first[2] == second[2]
     assert first[3] == ["weight", "bias"]
+
+
+class Scorer(nn.Linear):
+    def score(self) -> int:
+        return 1
+
+
+def ask_the_replica() -> str:
+    with evenly.open_world():
+        model = evenly.replicate(Scorer(2, 2))
+        try:
+            model.score()  # type: ignore[operator]
+        except AttributeError as error:
+            return str(error)
+    return ""
+
+
+def test_a_method_of_the_model_is_pointed_to_not_passed_on() -> None:
+    assert "'score' belongs to the Scorer that was replicated" in run_ranks(ask_the_replica, 2)[0]
 
 
 def a_few_steps() -> None:

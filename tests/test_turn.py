@@ -121,6 +121,22 @@ def test_ranks_that_take_different_branches_are_told() -> None:
     assert "took different branches" in run_ranks(different_branches, 2)[1]
 
 
+def collective_inside() -> str:
+    try:
+        with evenly.open_world():
+            with evenly.on_rank(0) as turn:
+                if turn:
+                    evenly.barrier()
+    except WorldError as error:
+        return str(error)
+    return ""
+
+
+def test_a_collective_inside_a_section_is_refused_at_once() -> None:
+    for text in run_ranks(collective_inside, 2):
+        assert "barrier inside on_rank() would wait" in text
+
+
 def unsendable() -> str:
     with evenly.open_world():
         try:

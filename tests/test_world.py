@@ -17,6 +17,7 @@ from evenly.errors import (
     DeviceError,
     LateError,
     LaunchError,
+    LostError,
     NoWorldError,
     RankFailedError,
     SettingError,
@@ -179,6 +180,23 @@ def test_when_one_rank_fails_the_others_raise_its_error(where: str) -> None:
         assert rank == 1
         assert seconds < 10
     assert second[0] == "the disk is full"
+
+
+def leave_early() -> str:
+    try:
+        with evenly.open_world() as world:
+            if world.rank != 1:
+                evenly.all_reduce(torch.ones(1))
+    except (LostError, RankFailedError) as error:
+        return str(error)
+    return ""
+
+
+def test_a_collective_that_some_ranks_skip_names_them() -> None:
+    first, _, third = run_ranks(leave_early, 3)
+    texts = first + third
+    assert "rank 1 left the world while rank" in texts
+    assert "inside an `if`" in texts
 
 
 def late_rank() -> tuple[str, tuple[int, ...]]:

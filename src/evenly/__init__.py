@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from evenly.crew import launch
     from evenly.loader import Loader
+    from evenly.objective import Total
     from evenly.part import Part
     from evenly.plan import Plan
     from evenly.replica import replicate
@@ -40,6 +41,7 @@ __all__ = [
     "Loader",
     "Part",
     "Plan",
+    "Total",
     "World",
     "agree",
     "all_gather",
@@ -71,6 +73,7 @@ _HOME = {
     "Loader": "loader",
     "Part": "part",
     "Plan": "plan",
+    "Total": "objective",
     "World": "world",
     "current_world": "world",
     "launch": "crew",

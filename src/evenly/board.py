@@ -19,8 +19,9 @@ import torch.distributed as dist
 from evenly.blame import summary_of
 from evenly.errors import LateError, RankFailedError
 
-# How long one request to the store may sleep before it is renewed.
-_NAP = timedelta(seconds=30)
+# A wait that ends by its limit makes torch print a warning, so the listening thread has none to
+# speak of (this is about the longest that torch can count) and is woken to end.
+_FOR_EVER = timedelta(days=20)
 
 
 class Board:
@@ -84,16 +85,14 @@ class Board:
     def wait(self, key: str, *, limit: float, late: Callable[[], LateError]) -> bytes:
         """Wait for a key, until ``limit`` seconds have passed or some rank has failed."""
         deadline = time.monotonic() + limit
-        while True:
+        nap = 0.001
+        while not self._store.check([key]):
             self.check()
-            rest = deadline - time.monotonic()
-            if rest <= 0:
+            if time.monotonic() >= deadline:
                 raise late()
-            try:
-                self._store.wait([key], timedelta(seconds=min(1.0, rest)))
-            except dist.DistStoreError:
-                continue
-            return bytes(self._store.get(key))
+            time.sleep(nap)
+            nap = min(1.5 * nap, 0.25)
+        return bytes(self._store.get(key))
 
     def close(self) -> None:
         """Stop listening. The thread is gone when this returns."""
@@ -108,13 +107,13 @@ class Board:
     def _listen(self, ears: dist.Store) -> None:
         while not self._closed:
             try:
-                ears.wait([f"wake/{self._rank}"], _NAP)
+                ears.wait([f"wake/{self._rank}"], _FOR_EVER)
                 if ears.get(f"wake/{self._rank}") == b"failed":
                     self._read(ears)
                     self._wake()
                 return
             except dist.DistStoreError:
-                continue  # nothing happened for a while
+                continue  # nothing happened for ever so long
             except RuntimeError:
                 return  # the store is gone: its server ends this process too, or already has
 

@@ -319,6 +319,11 @@ def _same_everywhere(what: object, name: str, group: Group, extra: int = 0) -> l
 def _meeting(what: str) -> Iterator[None]:
     """Where ranks meet: raise another rank's failure before waiting, and explain it after."""
     world = current_world()
+    if world.in_turn:
+        raise WorldError(
+            f"{what} inside on_rank() would wait for ranks that wait for this section to end. "
+            "Do it before or after."
+        )
     if world.board is not None:
         world.board.check()
     try:
@@ -327,7 +332,7 @@ def _meeting(what: str) -> Iterator[None]:
         explained = world.explain(error, what)
         if explained is error:
             raise
-        raise explained from error
+        raise explained from None
 
 
 def _wire(device: torch.device, group: Group) -> torch.device:

@@ -101,6 +101,12 @@ class Crew:
                     Task(environ=self._environ(rank, size, attempt), path=sys.path, call=call)
                 )
             self._collect(reports, size, timeout)
+        except KeyboardInterrupt:
+            for member in self._members[:size]:
+                member.interrupt()
+            with contextlib.suppress(LateError):  # their `finally` blocks run
+                self._collect(reports, size, 2.0)
+            raise
         finally:
             for member in self._members[:size]:
                 member.show()  # printed before the report, so it is there
@@ -123,7 +129,8 @@ class Crew:
         deadline = None if timeout is None else time.monotonic() + timeout
         with selectors.DefaultSelector() as selector:
             for rank, member in enumerate(self._members[:size]):
-                selector.register(member.channel, selectors.EVENT_READ, rank)
+                if rank not in reports:
+                    selector.register(member.channel, selectors.EVENT_READ, rank)
                 selector.register(member.output, selectors.EVENT_READ)
             while len(reports) < size:
                 rest = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -241,6 +248,11 @@ class _Member:
             how = f"was killed by {signal.Signals(-code).name}"
         error = LaunchError(f"rank {rank} {how} before it finished.")
         return Report(rank=rank, kind="died", time=time.time(), error=error)
+
+    def interrupt(self) -> None:
+        """What Ctrl-C does to a plain program; the terminal sends it to the owner alone."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGINT)
 
     def stack(self) -> str:
         """Where the process is now: faulthandler writes it, without needing the GIL."""

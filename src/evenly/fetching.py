@@ -1,9 +1,9 @@
 """Samples into batches: what runs in a data-loading worker, or in the training process without.
 
 Random augmentation is keyed by (seed, epoch, sample), so it does not depend on the number of
-processes or workers. That costs nothing unless something draws: a batch is first read plainly,
-and only if a global generator has moved is it read again, sample by sample, each under its key.
-From then on that worker goes sample by sample.
+processes or workers. That costs little unless something draws: a batch is first read plainly, and
+only if a global generator has moved is it read again, sample by sample, that generator seeded by
+each sample's key. From then on this process reads so.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from torch.utils.data import TensorDataset, default_collate
 
 from evenly.blame import summary_of
 from evenly.errors import CollateError, DataError, SampleError
-from evenly.seeding import GlobalStreams, OneByOneNeeded, fetching, keys_of_samples
+from evenly.seeding import (
+    GLOBAL_STREAMS,
+    GlobalStream,
+    OneByOneNeeded,
+    fetching,
+    keys_of_samples,
+)
 
 Collate = Callable[[list[Any]], Any]
 
@@ -51,6 +57,7 @@ class Fetcher(torch.utils.data.Dataset[Batch]):
         self._collate = collate or default_collate
         self._seed = seed
         self._one_by_one = False
+        self._drawn: set[GlobalStream] = set()
         self._empty: Any = None
         # Indexing the tensors gives what default_collate would, without a Python loop.
         self._tensors: tuple[torch.Tensor, ...] | None = None
@@ -66,7 +73,7 @@ class Fetcher(torch.utils.data.Dataset[Batch]):
     def _fetch(self, wish: Wish) -> Any:
         if self._tensors is not None:
             chosen = torch.from_numpy(wish.indices)
-            return [tensor[chosen] for tensor in self._tensors]
+            return [tensor.index_select(0, chosen) for tensor in self._tensors]
         if not wish.indices.size:
             if self._empty is None:
                 one = Wish(wish.epoch, wish.step, np.zeros(1, dtype=np.int64))
@@ -77,33 +84,37 @@ class Fetcher(torch.utils.data.Dataset[Batch]):
 
     def _read(self, wish: Wish) -> list[Any]:
         samples = wish.indices.tolist()
-        streams = GlobalStreams()
-        try:
-            if not self._one_by_one:
-                try:
+        while True:
+            before = {stream: stream.state() for stream in GLOBAL_STREAMS}
+            try:
+                if self._one_by_one:
+                    batch = self._read_one_by_one(wish.epoch, samples)
+                else:
                     batch = self._read_plainly(wish.epoch, samples)
-                    if not streams.drawn():
-                        return batch
-                except OneByOneNeeded:
-                    pass
+            except OneByOneNeeded:
                 self._one_by_one = True
-            return self._read_keyed(wish.epoch, samples, streams)
-        finally:
-            if self._one_by_one:
-                streams.restore()  # the training process draws from them too
+                continue
+            finally:
+                # The training process draws from them too, so they are put back.
+                moved = {s for s in before if s in self._drawn or not s.same(before[s])}
+                for stream in moved:
+                    stream.restore(before[stream])
+            if moved <= self._drawn:
+                return batch
+            self._drawn |= moved
+            self._one_by_one = True
 
     def _read_plainly(self, epoch: int, samples: list[int]) -> list[Any]:
         many = getattr(self._dataset, "__getitems__", None)
         if many is None:
-            return [self._one(epoch, index) for index in samples]
+            return self._read_one_by_one(epoch, samples)
         try:
             with fetching(self._seed, epoch, samples):
                 batch = list(many(samples))
         except OneByOneNeeded:
             raise
         except Exception as error:
-            for index in samples:
-                self._one(epoch, index)  # finds and names the one that raises
+            self._read_one_by_one(epoch, samples)  # finds and names the one that raises
             raise _sample_error(error, samples) from error
         if len(batch) != len(samples):
             raise SampleError(
@@ -113,24 +124,23 @@ class Fetcher(torch.utils.data.Dataset[Batch]):
             )
         return batch
 
-    def _read_keyed(self, epoch: int, samples: list[int], streams: GlobalStreams) -> list[Any]:
-        batch = []
-        for index, value in zip(
-            samples, keys_of_samples(self._seed, epoch, samples).tolist(), strict=True
-        ):
-            streams.seed(value)
-            batch.append(self._one(epoch, index))
-        return batch
-
-    def _one(self, epoch: int, index: int) -> Any:
+    def _read_one_by_one(self, epoch: int, samples: list[int]) -> list[Any]:
+        """Each sample alone, the streams that are drawn from seeded by its key."""
         many = getattr(self._dataset, "__getitems__", None)
-        try:
-            with fetching(self._seed, epoch, [index]):
-                return self._dataset[index] if many is None else many([index])[0]
-        except OneByOneNeeded:
-            raise
-        except Exception as error:
-            raise _sample_error(error, [index]) from error
+        keys = keys_of_samples(self._seed, epoch, samples).tolist() if self._drawn else samples
+        batch: list[Any] = []
+        with fetching(self._seed, epoch, samples) as fetch:
+            for index, key in zip(samples, keys, strict=True):
+                fetch.samples = (index,)
+                for stream in self._drawn:
+                    stream.seed(key)
+                try:
+                    batch.append(self._dataset[index] if many is None else many([index])[0])
+                except OneByOneNeeded:
+                    raise
+                except Exception as error:
+                    raise _sample_error(error, [index]) from error
+        return batch
 
     def _collated(self, batch: list[Any], samples: list[int]) -> Any:
         try:
@@ -171,7 +181,8 @@ def none_of(data: Any) -> Any:
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(none_of(value) for value in data))
     if isinstance(data, list | tuple):
-        if all(isinstance(value, str | bytes) for value in data):
+        # A list with one plain value for the one stand-in sample, not a list of fields.
+        if all(not isinstance(value, torch.Tensor | Mapping | list | tuple) for value in data):
             return type(data)()
         return type(data)(none_of(value) for value in data)
     return data

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
@@ -67,14 +69,20 @@ class Loader:
         """Steps in an epoch."""
         return self.plan.steps
 
+    def __iter__(self) -> Iterator[Part]:
+        raise SettingError("a Loader is read epoch by epoch: `for part in loader.epoch(e):`.")
+
     def epoch(self, epoch: int, *, start: int = 0) -> Iterator[Part]:
         """This rank's part of each step from ``start`` on; nothing before it is read.
 
-        The first call compares the data set's length over the ranks, which is a meeting of all.
+        The first call compares the data set's length, and what subsets of it choose, over the
+        ranks, which is a meeting of all.
         """
         world = current_world()
         if not self._compared:
             agree(self.plan.length, "the length of the data set")
+            chosen = [zlib.crc32(np.asarray(one).tobytes()) for one in _choices(self.dataset)]
+            agree(chosen, "the samples that a Subset of the data set chooses (their checksum)")
             self._compared = True
         walk = self.plan.walk(epoch, rank=world.rank, size=world.size, start=start)
         self._run += 1
@@ -178,6 +186,13 @@ def _check_dataset(dataset: Any) -> None:
         raise SettingError(f"a {name} has no length; give a data set with __len__.")
     if len(dataset) == 0:
         raise DataError(f"the data set ({name}) is empty; check its path, split or filter.")
+
+
+def _choices(dataset: Any) -> Iterator[Any]:
+    """What subsets choose: `random_split` without a common seed chooses differently per rank."""
+    while isinstance(dataset, Subset):
+        yield dataset.indices
+        dataset = dataset.dataset
 
 
 def _in_memory(dataset: Any) -> bool:

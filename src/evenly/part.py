@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from evenly.collectives import all_reduce
 from evenly.errors import DataError, SettingError
+from evenly.objective import Total
 from evenly.plan import microbatches
 from evenly.world import World
 
@@ -30,16 +32,32 @@ class Part:
     """How many samples the step has over all ranks."""
     world: World
 
-    def share(self, loss: Tensor) -> Tensor:
-        """This part's share of the mean over the whole step, from the mean over this part.
+    _progress: _Progress = field(default_factory=lambda: _Progress(), repr=False)
 
-        Gradients of replicas are averaged over ranks, so that the shares' gradients add up to that
-        of the mean over all samples of the step, however unevenly they are split.
+    def share(self, loss: Tensor | Total, *, of: float | None = None) -> Tensor:
+        """This part's share of the mean over the whole step.
+
+        ``loss`` is the mean over this part's samples, or a `Total` where the loss divides by
+        something else. Gradients of replicas are averaged over ranks, so that the shares'
+        gradients add up to that of the mean over the step, however unevenly it is split.
+
+        A Total's weight over all ranks must be known: it is summed here, by one small all-reduce
+        that every rank takes part in, unless ``of`` gives it. Micro-batches need ``of``: sum the
+        weights of the whole part before cutting it.
         """
-        if loss.numel() != 1:
+        if self._progress.walking:
             raise SettingError(
-                f"share() takes the mean loss of this part, one number; it was given a tensor of "
-                f"shape {tuple(loss.shape)}. Use reduction='mean', or call .mean() on it."
+                "this part is being walked in micro-batches; call share() of the micro-batch."
+            )
+        self._progress.shared = True
+        if isinstance(loss, Total):
+            return self._share_total(loss, of)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = f" tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+            given = f"a{shape or ' ' + type(loss).__name__}"
+            raise SettingError(
+                f"share() takes the mean loss of this part, a tensor of one number, or a Total; it "
+                f"was given {given}. Use reduction='mean', and no .item()."
             )
         if self.weight == 0:
             # The mean of nothing is nan; its gradient must be zero and not nan.
@@ -47,6 +65,23 @@ class Part:
         if self.weight == self.global_weight and self.world.size == 1:
             return loss
         return loss * (self.weight * self.world.size / self.global_weight)
+
+    def _share_total(self, total: Total, of: float | None) -> Tensor:
+        if of is None:
+            if self._progress.cut:
+                raise SettingError(
+                    "a micro-batch does not know the weight of the whole step. Sum it first: "
+                    "of = evenly.all_reduce(torch.tensor(weight_of_the_part)).item(), then "
+                    "share(total, of=of)."
+                )
+            weight = torch.as_tensor(total.weight, dtype=torch.float64).detach().reshape(())
+            of = float(all_reduce(weight))
+        if of == 0:
+            raise SettingError(
+                f"the weights of step {self.step} sum to 0 over all ranks, so there is no mean. "
+                "Leave such steps out, or give their samples some weight."
+            )
+        return total.sum * (self.world.size / of)
 
     def microbatches(self, limit: int) -> Iterator[Part]:
         """Walk this part in runs of at most ``limit`` samples, for accumulation.
@@ -57,22 +92,40 @@ class Part:
         """
         bounds = microbatches(self.weight, limit) or [(0, 0)]
         replicas = [r for r in (reference() for reference in self.world.replicas) if r is not None]
+        self._progress.walking = True
         try:
             for number, (start, stop) in enumerate(bounds):
+                last = number == len(bounds) - 1
                 for replica in replicas:
-                    replica.require_backward_grad_sync = number == len(bounds) - 1
-                if len(bounds) == 1:
-                    yield self
-                    continue
-                yield replace(
+                    replica.require_backward_grad_sync = last
+                micro = replace(
                     self,
-                    data=_rows(self.data, start, stop, self.weight),
+                    data=_rows(self.data, start, stop, self.weight) if bounds[1:] else self.data,
                     indices=self.indices[start:stop],
                     weight=stop - start,
+                    _progress=_Progress(cut=len(bounds) > 1),
                 )
+                yield micro
+                if not last and torch.is_grad_enabled() and not micro._progress.shared:
+                    raise SettingError(
+                        "the next micro-batch was asked for before share() of this one was called. "
+                        "Do forward, share() and backward() of each in turn; a list of them would "
+                        "exchange gradients at the wrong time."
+                    )
         finally:
+            self._progress.walking = False
             for replica in replicas:
                 replica.require_backward_grad_sync = True
+
+
+@dataclass
+class _Progress:
+    """What has been done with a part."""
+
+    shared: bool = False
+    walking: bool = False
+    cut: bool = False
+    """It is one micro-batch of several."""
 
 
 def _rows(data: Any, start: int, stop: int, count: int) -> Any:

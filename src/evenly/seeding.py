@@ -10,7 +10,8 @@ import hashlib
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +21,17 @@ from evenly.errors import DataError
 if TYPE_CHECKING:
     import torch
 
-_fetching: tuple[int, int, Sequence[int]] | None = None
-"""(seed, epoch, samples) of the fetch that is going on in this process."""
+
+@dataclass
+class Fetch:
+    """A fetch that is going on: whose keys `sample_keys` gives."""
+
+    seed: int
+    epoch: int
+    samples: Sequence[int]
+
+
+_fetching: Fetch | None = None
 
 
 class OneByOneNeeded(Exception):  # noqa: N818 - a request to the loader, not an error
@@ -56,7 +66,7 @@ def sample_keys() -> NDArray[np.uint64]:
             "sample_keys() was called outside a fetch; call it inside the data set's "
             "__getitem__ or __getitems__ while an evenly.Loader reads it."
         )
-    return keys_of_samples(*_fetching)
+    return keys_of_samples(_fetching.seed, _fetching.epoch, _fetching.samples)
 
 
 def sample_generator() -> torch.Generator:
@@ -73,46 +83,83 @@ def sample_generator() -> torch.Generator:
 
 
 @contextmanager
-def fetching(seed: int, epoch: int, samples: Sequence[int]) -> Iterator[None]:
+def fetching(seed: int, epoch: int, samples: Sequence[int]) -> Iterator[Fetch]:
     """Offer these samples' keys to `sample_keys` and `sample_generator` for a while."""
     global _fetching
-    before, _fetching = _fetching, (seed, epoch, samples)
+    before, _fetching = _fetching, Fetch(seed, epoch, samples)
     try:
-        yield
+        yield _fetching
     finally:
         _fetching = before
 
 
-class GlobalStreams:
-    """The generators that transforms draw from without asking: torch's, numpy's, Python's."""
+class GlobalStream(Protocol):
+    """A generator that transforms draw from without being told to."""
 
-    def __init__(self) -> None:
+    def state(self) -> Any: ...
+
+    def same(self, state: Any) -> bool:
+        """Whether nothing was drawn since ``state``."""
+
+    def restore(self, state: Any) -> None: ...
+
+    def seed(self, key: int) -> None: ...
+
+
+class TorchStream:
+    """torch's. Seeded directly: torch.manual_seed costs 100 times as much, for other devices."""
+
+    def state(self) -> Any:
         import torch
 
-        self._torch = torch.default_generator
-        self._before = self._state()
+        return torch.default_generator.get_state()
 
-    def drawn(self) -> bool:
-        """Whether any of them was drawn from since this object was made."""
-        now, before = self._state(), self._before
-        return bool(
-            not now[0].equal(before[0])
-            or now[1] != before[1]
-            or now[2][2] != before[2][2]
-            or not np.array_equal(now[2][1], before[2][1])
-        )
+    def same(self, state: Any) -> bool:
+        return bool(self.state().equal(state))
 
-    def restore(self) -> None:
-        """Put them back to where they were when this object was made."""
-        self._torch.set_state(self._before[0])
-        random.setstate(self._before[1])
-        np.random.set_state(self._before[2])
+    def restore(self, state: Any) -> None:
+        import torch
 
-    def seed(self, value: int) -> None:
-        """Start all of them from one key. Directly, without torch.manual_seed's other devices."""
-        self._torch.manual_seed(value >> 1)
-        random.seed(value)
-        np.random.seed(value & 0xFFFFFFFF)
+        torch.default_generator.set_state(state)
 
-    def _state(self) -> tuple[Any, Any, Any]:
-        return self._torch.get_state(), random.getstate(), np.random.get_state()
+    def seed(self, key: int) -> None:
+        import torch
+
+        torch.default_generator.manual_seed(key >> 1)
+
+
+class PythonStream:
+    """The module ``random``'s."""
+
+    def state(self) -> Any:
+        return random.getstate()
+
+    def same(self, state: Any) -> bool:
+        return bool(random.getstate() == state)
+
+    def restore(self, state: Any) -> None:
+        random.setstate(state)
+
+    def seed(self, key: int) -> None:
+        random.seed(key)
+
+
+class NumpyStream:
+    """The one behind numpy.random's functions."""
+
+    def state(self) -> Any:
+        return np.random.get_state()
+
+    def same(self, state: Any) -> bool:
+        # Position, whether half a pair of normal numbers is kept back, and the words.
+        now: Any = np.random.get_state()
+        return bool(now[2:4] == state[2:4] and np.array_equal(now[1], state[1]))
+
+    def restore(self, state: Any) -> None:
+        np.random.set_state(state)
+
+    def seed(self, key: int) -> None:
+        np.random.seed(key & 0xFFFFFFFF)
+
+
+GLOBAL_STREAMS: tuple[GlobalStream, ...] = (TorchStream(), PythonStream(), NumpyStream())

@@ -80,6 +80,7 @@ class on_rank:  # noqa: N801 - reads as a decorator and as a block, like context
             world.board.check()
         turn = Turn(world.rank == self.rank)
         world.turns += 1
+        world.in_turn += 1
         self._open.append((world, turn, _caller(), world.turns))
         return turn
 
@@ -90,6 +91,7 @@ class on_rank:  # noqa: N801 - reads as a decorator and as a block, like context
         traceback: TracebackType | None,
     ) -> None:
         world, turn, where, number = self._open.pop()
+        world.in_turn -= 1
         if world.board is None or world.store is None:
             return
         key = f"turn/{number}"

@@ -28,6 +28,7 @@ from evenly.errors import (
     LateError,
     LostError,
     NoWorldError,
+    RankFailedError,
     SettingError,
     WorldError,
 )
@@ -59,6 +60,8 @@ class World:
         self.board: Board | None = None
         self.turns = 0
         """How many one-rank sections have been entered; equal on all ranks."""
+        self.in_turn = 0
+        """How deep in such sections this rank is: collectives are refused there."""
         self.replicas: list[Any] = []
         """Weak references to replicated models: micro-batches hold back their gradient exchange,
         and closing makes them let go of the process group."""
@@ -100,11 +103,19 @@ class World:
             return
         explained = self.explain(error)
         if explained is not error:
-            raise explained from error
+            raise explained from None
         self.board.post(error)
 
     def explain(self, error: BaseException, what: str = "a collective") -> BaseException:
-        """What a failed collective means: the error of the rank that caused it, or who is late."""
+        """What a failed collective means: the error of the rank that caused it, or who is late.
+        What torch said is kept as a note.
+        """
+        explained = self._explain(error, what)
+        if explained is not error and not isinstance(explained, RankFailedError):
+            explained.add_note(f"torch said: {str(error).splitlines()[0][:200]}")
+        return explained
+
+    def _explain(self, error: BaseException, what: str) -> BaseException:
         if self.board is None or not isinstance(error, RuntimeError):
             return error
         text = str(error).lower()
@@ -116,10 +127,25 @@ class World:
             return failure
         if timed_out:
             return self._roll_call(what)
+        left = self._left()
+        if left:
+            return LostError(
+                f"{_ranks(left)} left the world while rank {self.rank} was in {what}. Is something "
+                "that all ranks must do inside an `if`, or did some ranks skip or end a step early?"
+            )
         return LostError(
             f"rank {self.rank} lost contact with another rank during {what}, and no rank reported "
-            "an error: one was probably killed (out of memory?) or its machine went away."
+            "an error: one was killed (out of memory?), its machine went away, or the ranks gave "
+            "different shapes or types."
         )
+
+    def _left(self) -> list[int]:
+        """The ranks that closed this world in good order."""
+        if self.store is None:
+            return []
+        with contextlib.suppress(RuntimeError):
+            return [r for r in range(self.size) if self.store.check([f"left/{r}"])]
+        return []
 
     def _roll_call(self, what: str) -> WorldError:
         """Who else has given up waiting? Those who have not are the ones all waited for."""
@@ -160,10 +186,15 @@ class World:
         self.group = self.board = self.store = None
 
     def _say_goodbye(self) -> None:
-        """Where rank 0 serves the store, it stays until the others have read what they need."""
-        if self._agent_store or self.store is None:
+        """Leave word for those who still wait. Where rank 0 serves the store, it stays until the
+        others have read what they need.
+        """
+        if self.store is None:
             return
         with contextlib.suppress(RuntimeError):
+            self.store.set(f"left/{self.rank}", "")
+            if self._agent_store:
+                return
             if self.store.add("gone", 1) == self.size:
                 self.store.set("all gone", "")
             elif self.rank == 0:
@@ -183,6 +214,7 @@ class World:
         self.backend = self._arrive(backend)
         if place.one_machine:
             self._use_loopback()
+        self.board = Board(self.store, ears, rank=self.rank, size=self.size, wake=self._abort)
         dist.init_process_group(
             self.backend,
             store=dist.PrefixStore("group", self.store),
@@ -193,7 +225,29 @@ class World:
         )
         self._owns_group = True
         self.group = dist.group.WORLD
-        self.board = Board(self.store, ears, rank=self.rank, size=self.size, wake=self._abort)
+        self._wait_until_all_are_connected()
+
+    def _wait_until_all_are_connected(self) -> None:
+        """A rank that left or failed now would leave the others connecting to it for ever."""
+        if self.store is None or self.board is None:
+            return
+        self.store.set(f"connected/{self.rank}", "")
+        if self.store.add("connected", 1) == self.size:
+            self.store.set("all connected", "")
+        self.board.wait(
+            "all connected", limit=self.timeout, late=lambda: self._absent("connected", "connect")
+        )
+
+    def _absent(self, key: str, what: str) -> LateError:
+        """The error that names the ranks which have not set their ``key``."""
+        missing = [
+            r for r in range(self.size) if self.store and not self.store.check([f"{key}/{r}"])
+        ]
+        return LateError(
+            f"{_ranks(missing)} of {self.size} did not {what} within {self.timeout:g} s. Did they "
+            "fail before open_world(), or does only part of the program call it?",
+            missing,
+        )
 
     def _arrive(self, wanted: str | None) -> str:
         """Meet in the store: the last to arrive picks the backend for all (see devices.py)."""
@@ -210,13 +264,7 @@ class World:
         try:
             self.store.wait(["decision"], timedelta(seconds=self.timeout))
         except dist.DistStoreError:
-            missing = [r for r in range(self.size) if not self.store.check([f"here/{r}"])]
-            raise LateError(
-                f"{_ranks(missing)} of {self.size} did not open the world within "
-                f"{self.timeout:g} s. Did they fail before open_world(), or does only part of the "
-                "program call it?",
-                missing,
-            ) from None
+            raise self._absent("here", "open the world") from None
         answer = json.loads(self.store.get("decision"))
         if "refused" in answer:
             raise DeviceError(answer["refused"])
@@ -268,7 +316,11 @@ def open_world(
         if adopted:
             world._adopt_group(place)
         elif world.size > 1:
-            world._open_group(place, backend)
+            try:
+                world._open_group(place, backend)
+            except BaseException:
+                world.close(failed=True)
+                raise
         _current = world
     _current._depth += 1
     return _current
@@ -279,7 +331,7 @@ def current_world() -> World:
     if _current is None:
         raise NoWorldError(
             "no world is open, so it is not known which processes take part. Put this inside "
-            "`with evenly.open_world():` (the Trainer opens one by itself)."
+            "`with evenly.open_world():`."
         )
     return _current
 

@@ -10,7 +10,7 @@ from evenly.launcher import run as run_processes
 
 
 # Options after the script are the script's.
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.option(
     "-n",
     "--processes",
@@ -95,6 +95,12 @@ def run(
         )
     except SettingError as error:
         raise click.UsageError(str(error)) from error
+    if arguments and arguments[0] in ("-n", "--processes"):
+        click.echo(
+            f"evenly: {arguments[0]} after the program is the program's own; to start several "
+            "processes put it before.",
+            err=True,
+        )
     try:
         code = run_processes(settings)
     except LaunchError as error:

@@ -52,6 +52,14 @@ class Settings:
                 f"there is no script {self.target!r} (seen from {Path.cwd()}). "
                 "To run a module by its name, put -m before it."
             )
+        if (
+            not self.module
+            and Path(self.target).is_dir()
+            and not Path(self.target, "__main__.py").is_file()
+        ):
+            raise SettingError(
+                f"the folder {self.target!r} has no __main__.py; name a script in it."
+            )
         if self.processes != "auto" and self.processes < 1:
             raise SettingError(f"{self.processes} processes cannot run anything; give 1 or more.")
         fewest, most = self.nodes

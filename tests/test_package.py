@@ -83,6 +83,7 @@ def test_the_public_names_are_these_and_all_of_them_load() -> None:
         "sample_keys",
         "scatter",
         "scatter_object",
+        "split",
         "testing",
     ]
     for name in evenly.__all__:

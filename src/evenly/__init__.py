@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from evenly.loader import Loader
     from evenly.objective import Total
     from evenly.part import Part
-    from evenly.plan import Plan
+    from evenly.plan import Plan, split
     from evenly.replica import replicate
     from evenly.seeding import sample_generator, sample_keys
     from evenly.turn import on_rank
@@ -66,6 +66,7 @@ __all__ = [
     "sample_keys",
     "scatter",
     "scatter_object",
+    "split",
     "testing",
 ]
 
@@ -82,6 +83,7 @@ _HOME = {
     "replicate": "replica",
     "sample_generator": "seeding",
     "sample_keys": "seeding",
+    "split": "plan",
 }
 _MODULES = ("data", "errors", "testing")
 

@@ -1,0 +1,37 @@
+"""The examples do what they say."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from evenly.testing import run_ranks
+from programs import largest_difference
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def contrastive(dtype: torch.dtype) -> tuple[list[torch.Tensor], float]:
+    found: tuple[list[torch.Tensor], float] = load("contrastive").train(dtype)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_contrastive_training_equals_that_of_one_process(size: int) -> None:
+    """1,437 samples in steps of 200 end with an uneven step of 37."""
+    weights, loss = run_ranks(contrastive, 1, torch.float64)[0]
+    assert loss < 5.0, "it must learn: chance is log(200) = 5.3"
+    for other, its_loss in run_ranks(contrastive, size, torch.float64):
+        assert largest_difference(other, weights) <= 1e-10
+        assert its_loss == pytest.approx(loss, abs=1e-12)

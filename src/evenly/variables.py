@@ -5,14 +5,30 @@ torchrun's variables (ours are the same) win over Slurm's, and those over Open M
 SLURM_PROCID=0 too and is one process. No family present means a world of one.
 """
 
+import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from evenly.errors import VariablesError
 
 LOOPBACK = "127.0.0.1"
+
+
+@contextmanager
+def variable_set(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable for a while."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,21 +85,18 @@ class World:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        leaving = error is None or (isinstance(error, SystemExit) and not error.code)
         try:
-            if error is not None:
+            if error is not None and not leaving:
                 self.fail(error)
         finally:
-            self.close(failed=error is not None)
+            self.close(failed=not leaving)
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks about an error that leaves this world, and raise what the user
         should read instead of it, if that is another rank's error. Talks to the store only.
         """
-        if self.board is None or isinstance(error, GeneratorExit):
-            return
-        if blame(error, self.rank) == "other":
-            return
-        if isinstance(error, SystemExit) and not error.code:
+        if self.board is None or blame(error, self.rank) == "other":
             return
         explained = self.explain(error)
         if explained is not error:

@@ -14,10 +14,9 @@ A worker process runs :mod:`evenly.worker`, which runs the user's script.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from evenly.launcher.settings import Settings, parse_nodes, parse_processes
+from evenly.variables import variable_set
 
 __all__ = ["Settings", "parse_nodes", "parse_processes", "run"]
 
@@ -29,24 +28,11 @@ def run(settings: Settings) -> int:
     This is meant to be the whole job of its process: it takes over the signals while it runs and,
     if torch cannot be interrupted in any other way, ends the process 4 seconds after Ctrl-C.
     """
-    with _torch_terse():
+    # Else torch's compiled code prints a stack of 20 frames each time a machine that it connects
+    # to is not there yet. Workers are not affected.
+    level = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with variable_set("TORCH_CPP_LOG_LEVEL", level):
         # torch takes seconds to load; wrong settings are reported without it.
         from evenly.launcher.agent import launch
 
     return launch(settings)
-
-
-@contextmanager
-def _torch_terse() -> Iterator[None]:
-    """What loads torch here keeps its compiled code from printing a stack of 20 frames each time a
-    machine that it connects to is not there yet. Workers are not affected.
-    """
-    name = "TORCH_CPP_LOG_LEVEL"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "ERROR"
-    try:
-        yield
-    finally:
-        del os.environ[name]

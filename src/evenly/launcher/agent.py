@@ -5,7 +5,6 @@ and told, a short time for workers to end, and the signals.
 """
 
 import logging
-import os
 import signal
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from evenly.launcher.rendezvous import Rendezvous
 from evenly.launcher.settings import Settings
 from evenly.launcher.signals import Signals, kill_groups
 from evenly.launcher.surroundings import SIGNALS_VARIABLE, Surroundings
+from evenly.variables import variable_set
 
 # How long a worker may take to end after a signal before it is killed.
 _GRACE = 2
@@ -190,7 +190,8 @@ def launch(settings: Settings) -> int:
                 local_addr=settings.address,
             )
             agent = Agent(spec, surroundings, output, signals)
-            with _signals_left_alone():
+            # No signal's name, so torch takes none: `signals` does.
+            with variable_set(SIGNALS_VARIABLE, "none"):
                 result = agent.run()
             meeting.shutdown()
             return agent.exit_code if result is None or result.is_failed() else 0
@@ -242,17 +243,3 @@ def _torch_quiet() -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.propagate = propagate
-
-
-@contextmanager
-def _signals_left_alone() -> Iterator[None]:
-    """Keep torch's agent from taking the signals each time it starts workers."""
-    before = os.environ.get(SIGNALS_VARIABLE)
-    os.environ[SIGNALS_VARIABLE] = "none"  # no signal's name, so none is taken
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[SIGNALS_VARIABLE]
-        else:
-            os.environ[SIGNALS_VARIABLE] = before

@@ -6,11 +6,8 @@ one read the addresses that the dead ones left there: with gloo 13 of 14 restart
 
 import ipaddress
 import json
-import os
 import socket
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -25,7 +22,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from evenly.launcher.settings import Settings
 from evenly.store import serve
-from evenly.variables import LOOPBACK
+from evenly.variables import LOOPBACK, variable_set
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,8 @@ class SeveralMachines(Rendezvous):
         self._torch = get_rendezvous_handler(parameters)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        with _no_shared_store():
+        # Else torch would serve a store for the workers, one for all attempts.
+        with variable_set("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"):
             found = self._torch.next_rendezvous()
         # found.store is new in every round, so nothing stale can be read under this name.
         if found.rank == 0:
@@ -170,18 +168,3 @@ def _listening_address(host: str) -> str | None:
     except (ValueError, OSError):
         return None
     return host
-
-
-@contextmanager
-def _no_shared_store() -> Iterator[None]:
-    """Keep torch from serving a store for the workers, which would be one for all attempts."""
-    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

@@ -35,3 +35,16 @@ def test_contrastive_training_equals_that_of_one_process(size: int) -> None:
     for other, its_loss in run_ranks(contrastive, size, torch.float64):
         assert largest_difference(other, weights) <= 1e-10
         assert its_loss == pytest.approx(loss, abs=1e-12)
+
+
+def weights_of(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = load(name).train(dtype)
+    return found
+
+
+@pytest.mark.parametrize("name", ["two_heads", "gan"])
+def test_several_losses_from_one_forward_pass_equal_those_of_one_process(name: str) -> None:
+    reference = run_ranks(weights_of, 1, name, torch.float64)[0]
+    for size in (2, 3):
+        for weights in run_ranks(weights_of, size, name, torch.float64):
+            assert largest_difference(weights, reference) <= 1e-10

@@ -19,7 +19,7 @@ LAYERS = [
     {"store", "board", "devices", "packing", "objective"},
     {"world"},
     {"turn", "collectives"},
-    {"fetching", "copying", "part", "loader", "replica", "layers", "data"},
+    {"fetching", "copying", "part", "loader", "replica", "stepping", "layers", "data"},
     {"worker", "launcher", "member", "crew"},
     {"testing", "demo"},
     {"cli", "__main__"},
@@ -74,6 +74,7 @@ def test_the_public_names_are_these_and_all_of_them_load() -> None:
         "gather",
         "gather_object",
         "launch",
+        "match",
         "on_rank",
         "open_world",
         "reduce",
@@ -84,6 +85,7 @@ def test_the_public_names_are_these_and_all_of_them_load() -> None:
         "scatter",
         "scatter_object",
         "split",
+        "step_each",
         "testing",
     ]
     for name in evenly.__all__:

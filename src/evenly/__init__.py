@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from evenly.objective import Total
     from evenly.part import Part
     from evenly.plan import Plan, split
-    from evenly.replica import replicate
+    from evenly.replica import match, replicate
     from evenly.seeding import sample_generator, sample_keys
+    from evenly.stepping import step_each
     from evenly.turn import on_rank
     from evenly.world import World, current_world, open_world
 
@@ -57,6 +58,7 @@ __all__ = [
     "gather",
     "gather_object",
     "launch",
+    "match",
     "on_rank",
     "open_world",
     "reduce",
@@ -67,6 +69,7 @@ __all__ = [
     "scatter",
     "scatter_object",
     "split",
+    "step_each",
     "testing",
 ]
 
@@ -78,12 +81,14 @@ _HOME = {
     "World": "world",
     "current_world": "world",
     "launch": "crew",
+    "match": "replica",
     "on_rank": "turn",
     "open_world": "world",
     "replicate": "replica",
     "sample_generator": "seeding",
     "sample_keys": "seeding",
     "split": "plan",
+    "step_each": "stepping",
 }
 _MODULES = ("data", "errors", "testing")
 

@@ -3,9 +3,11 @@
 import weakref
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from evenly.collectives import broadcast
 from evenly.errors import SettingError
 from evenly.world import current_world
 
@@ -75,3 +77,17 @@ def replicate(model: nn.Module, *, find_unused_parameters: bool = False) -> nn.M
     )
     world.replicas.append(weakref.ref(replica))
     return replica
+
+
+def match(*models: nn.Module) -> None:
+    """Give every rank rank 0's parameters and buffers, in place, and move them to the device.
+
+    For modules that are trained without `replicate`; a meeting of all ranks.
+    """
+    world = current_world()
+    for model in models:
+        model.to(world.device)
+        with torch.no_grad():
+            state = {n: t for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
+            for name, value in broadcast(state).items():
+                state[name].copy_(value)

@@ -146,6 +146,8 @@ def disagreements() -> list[str]:
             lambda: evenly.agree(world.rank // 2, "the learning rate"),
             lambda: evenly.all_gather(torch.zeros(2, 3 + world.rank)),
             lambda: evenly.all_gather([torch.zeros(2)] * (1 + world.rank)),
+            lambda: evenly.all_reduce(torch.zeros(2 + world.rank)),
+            lambda: evenly.broadcast(torch.zeros(2 + world.rank)),
             lambda: evenly.scatter([torch.ones(1)] if world.rank == 0 else None),
         ):
             try:
@@ -156,7 +158,9 @@ def disagreements() -> list[str]:
 
 
 def test_ranks_that_disagree_all_raise_and_name_every_value() -> None:
-    for learning_rate, shape, structure, scatter in run_ranks(disagreements, 3):
+    for learning_rate, shape, structure, *sizes, scatter in run_ranks(disagreements, 3):
+        assert len(sizes) == 2
+        assert all("[2]" in size and "[4]" in size for size in sizes)
         assert "the learning rate differs between ranks (rank 0: 0, rank 1: 0, rank 2: 1)" in (
             learning_rate
         )

@@ -37,22 +37,39 @@ _OPERATIONS = {
 }
 
 
-def all_reduce(tree: T, operation: Operation = "sum", *, group: Group = None) -> T:
-    """Each tensor reduced over the ranks, on every rank. One collective per type and device."""
-    return _reduced(tree, operation, group, None)
+def all_reduce(
+    tree: T, operation: Operation = "sum", *, check: bool = True, group: Group = None
+) -> T:
+    """Each tensor reduced over the ranks, on every rank. One collective per type and device.
+
+    ``check`` compares the shapes over the ranks first, by one small collective more: gloo gives
+    wrong numbers, or none, where they differ. Leave it out where they cannot, in a hot loop.
+    """
+    return _reduced(tree, operation, group, None, check)
 
 
-def reduce(tree: T, operation: Operation = "sum", *, to: int = 0, group: Group = None) -> T | None:
-    """Each tensor reduced over the ranks, on rank ``to`` only; None elsewhere."""
-    reduced = _reduced(tree, operation, group, _member(to, group, "to"))
+def reduce(
+    tree: T,
+    operation: Operation = "sum",
+    *,
+    to: int = 0,
+    check: bool = True,
+    group: Group = None,
+) -> T | None:
+    """As `all_reduce`, on rank ``to`` only; None elsewhere."""
+    reduced = _reduced(tree, operation, group, _member(to, group, "to"), check)
     return reduced if _rank(group) == to else None
 
 
-def broadcast(tree: T, *, source: int = 0, group: Group = None) -> T:
-    """Rank ``source``'s tensors, on every rank. The others pass tensors of the same shapes."""
+def broadcast(tree: T, *, source: int = 0, check: bool = True, group: Group = None) -> T:
+    """Rank ``source``'s tensors, on every rank. The others pass tensors of the same shapes, which
+    ``check`` compares as in `all_reduce`.
+    """
     source = _member(source, group, "source")
     if _size(group) == 1:
         return tree
+    if check:
+        _same_shapes(tree, "a broadcast", group)
 
     def exchange(flat: Tensor) -> Tensor:
         dist.broadcast(flat, group_src=source, group=group)
@@ -222,12 +239,12 @@ class _GatherWithGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        total = all_reduce(gradients[0].contiguous(), group=context.group)
+        total = all_reduce(gradients[0].contiguous(), check=False, group=context.group)
         own = total[context.start : context.start + context.rows]
         return own.reshape(context.shape), None
 
 
-def _reduced(tree: T, operation: Operation, group: Group, to: int | None) -> T:
+def _reduced(tree: T, operation: Operation, group: Group, to: int | None, check: bool) -> T:
     if operation not in _OPERATIONS:
         raise SettingError(f"operation={operation!r}; choose from {', '.join(_OPERATIONS)}.")
     size, tensors = _size(group), _tensors(tree)
@@ -235,6 +252,8 @@ def _reduced(tree: T, operation: Operation, group: Group, to: int | None) -> T:
         raise SettingError("a mean of whole numbers is not one; use float tensors, or 'sum'.")
     if size == 1:
         return tree
+    if check:
+        _same_shapes(tree, f"a {operation} over ranks", group)
 
     def exchange(flat: Tensor) -> Tensor:
         if to is None:
@@ -297,6 +316,11 @@ def _exchanged(
     ]
 
 
+def _same_shapes(tree: Any, name: str, group: Group) -> None:
+    shapes = [(str(t.dtype), list(t.shape), t.device.type) for t in _tensors(tree)]
+    _same_everywhere(f"{outline(tree)} {shapes}", name, group)
+
+
 def _same_everywhere(what: object, name: str, group: Group, extra: int = 0) -> list[int]:
     """Compare a description over the ranks before exchanging by it; returns each rank's extra.
 
@@ -310,7 +334,7 @@ def _same_everywhere(what: object, name: str, group: Group, extra: int = 0) -> l
         dist.all_gather(list(received.unbind()), sent, group=group)
     marks, extras = received.t().tolist()
     if any(other != marks[0] for other in marks):
-        advice = "Structure, types and all sizes but the first must be the same on all of them."
+        advice = "Structure, types and sizes (in gathers, all but the first) must be the same."
         _compare(str(what), f"what was given to {name}", advice, group)
     return list(extras)
 

@@ -54,7 +54,7 @@ def _averaged(parameters: list[Tensor], gradients: Sequence[Tensor | None]) -> l
     if current_world().size == 1:
         return list(gradients)
     used = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.float32)
-    used = all_reduce(used)
+    used = all_reduce(used)  # checked: ranks must bring the same parameters
     averaged: list[Tensor | None] = [None] * len(parameters)
     for piece in _pieces(parameters):
         chosen = [i for i in piece if used[i]]
@@ -63,7 +63,7 @@ def _averaged(parameters: list[Tensor], gradients: Sequence[Tensor | None]) -> l
             torch.zeros_like(parameters[i]) if gradient is None else gradient
             for i, gradient in zip(chosen, given, strict=True)
         ]
-        for i, gradient in zip(chosen, all_reduce(filled, "mean"), strict=True):
+        for i, gradient in zip(chosen, all_reduce(filled, "mean", check=False), strict=True):
             averaged[i] = gradient
     return averaged
 

@@ -170,6 +170,38 @@ def test_ranks_that_disagree_all_raise_and_name_every_value() -> None:
         assert "rank 0 gave 1 values for 3 ranks" in scatter
 
 
+def odd_values() -> list[Any]:
+    with evenly.open_world() as world:
+        half = torch.tensor([40000.0], dtype=torch.float16)
+        mean = evenly.all_reduce(half, "mean").item()
+        conjugate = evenly.all_gather(torch.tensor([1 + 2j]).conj())
+        evenly.agree(float("nan"), "a value that is not a number")
+        texts = []
+        for call in (
+            lambda: evenly.all_gather({} if world.rank else {"n": torch.ones(1)}),
+            lambda: evenly.all_reduce({} if world.rank else {"n": torch.ones(1)}),
+            lambda: evenly.all_gather(torch.ones(1, requires_grad=world.rank == 0), grad=True),
+        ):
+            try:
+                call()
+            except DisagreementError:
+                texts.append("differs")
+        return [mean, conjugate.tolist(), texts]
+
+
+def test_odd_values_are_right_or_refused_on_every_rank() -> None:
+    for found in run_ranks(odd_values, 2):
+        assert found == [40000.0, [1 - 2j, 1 - 2j], ["differs"] * 3]
+
+
+def test_a_second_derivative_through_a_gather_is_refused(world: evenly.World) -> None:
+    x = torch.tensor([2.0], requires_grad=True)
+    y = evenly.all_gather(x, grad=True)
+    (gradient,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
 def in_a_subgroup() -> list[int]:
     with evenly.open_world() as world:
         group = dist.new_group([1, 2])

@@ -73,6 +73,34 @@ def test_a_rank_that_exits_is_an_error(kind: str, words: str) -> None:
         run_ranks(failing, 3, kind)
 
 
+def printing_for_ever() -> None:
+    while os.environ["RANK"] == "1":
+        os.write(1, b"x\n" * 1000)
+
+
+def test_a_time_limit_holds_for_a_rank_that_keeps_printing() -> None:
+    with pytest.raises(LateError, match="ranks 1 did not finish"):
+        run_ranks(printing_for_ever, 2, timeout=1)
+
+
+def dies_with_a_child() -> None:
+    if os.environ["RANK"] == "1" and os.fork():
+        os.kill(os.getpid(), 9)
+    time.sleep(30)
+
+
+def test_a_rank_that_dies_is_seen_although_its_child_lives() -> None:
+    begin = time.monotonic()
+    with pytest.raises(LaunchError, match="rank 1 was killed by SIGKILL"):
+        run_ranks(dies_with_a_child, 2, timeout=25)
+    assert time.monotonic() - begin < 15
+
+
+def test_a_line_without_an_end_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(lambda: print("no newline", end="", flush=True), 1)
+    assert capsys.readouterr().out == "[0] no newline\n"
+
+
 def sleeping_on_rank_1() -> int:
     if os.environ["RANK"] == "1":
         time.sleep(60)

@@ -103,7 +103,7 @@ def test_the_root_cause_is_a_ranks_own_failure_before_a_kill_before_a_lost_conne
     late, early = ending(3, "own", 5.0), ending(4, "own", 4.0)
     assert root_cause([lost, other, killed, late, early]) is early
     assert root_cause([lost, other, killed]) is killed
-    assert root_cause([lost, other]) is other
+    assert root_cause([lost, other]) is lost
 
 
 def test_the_line_about_a_failure_reads_well_for_many_ranks() -> None:
@@ -203,3 +203,30 @@ def test_a_programs_own_hook_for_exceptions_is_called(tmp_path: Path) -> None:
     )
     assert (done.stdout, done.stderr) == ("reported x <module>\n", "")
     assert record["evenly"]["kind"] == "own"
+
+
+def test_a_rank_that_raises_while_its_threads_go_on_is_shown(tmp_path: Path) -> None:
+    write(
+        tmp_path / "threads.py",
+        """
+        import threading, time
+        threading.Thread(target=time.sleep, args=(1000,)).start()
+        raise ValueError("read me")
+        """,
+    )
+    done = evenly_run("-n", "1", "threads.py", folder=tmp_path)
+    assert "ValueError: read me" in done.stderr
+    assert done.returncode == 1
+
+
+def test_an_option_after_the_program_and_one_that_does_not_exist_are_told(tmp_path: Path) -> None:
+    write(tmp_path / "fine.py", "print('fine')")
+    after = evenly_run("fine.py", "-n", "2", folder=tmp_path)
+    assert "put it before" in after.stderr
+    assert after.stdout == "fine\n"
+    wrong = evenly_run("--thread", "2", "fine.py", folder=tmp_path)
+    assert wrong.returncode == 2
+    assert "--threads" in wrong.stderr
+    folder = evenly_run(".", folder=tmp_path)
+    assert folder.returncode == 2
+    assert "no __main__.py" in folder.stderr

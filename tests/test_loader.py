@@ -174,13 +174,28 @@ def test_workers_survive_an_epoch_that_was_left_early(world: evenly.World) -> No
     loader.close()
 
 
-def test_two_epochs_of_one_loader_at_a_time_are_refused(world: evenly.World) -> None:
-    loader = evenly.Loader(Squares(20), batch_size=4, workers=0)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_two_epochs_of_one_loader_at_a_time_are_refused(world: evenly.World, workers: int) -> None:
+    loader = evenly.Loader(Squares(20), batch_size=4, workers=workers)
     first = loader.epoch(0)
     next(first)
-    next(loader.epoch(1))
+    second = loader.epoch(1)
+    next(second)
     with pytest.raises(DataError, match="use a second Loader"):
         next(first)
+    assert [part.step for part in second] == [1, 2, 3, 4], "the newer one loses nothing"
+    loader.close()
+
+
+def test_workers_do_not_move_the_programs_own_generator(world: evenly.World) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    for workers in (0, 1):
+        torch.manual_seed(5)
+        loader = evenly.Loader(Squares(20), batch_size=4, workers=workers)
+        list(loader.epoch(0))
+        loader.close()
+        assert torch.equal(torch.rand(1), expected)
 
 
 class Broken(Squares):
@@ -264,6 +279,37 @@ def uneven_lengths() -> str:
 def test_lengths_that_differ_between_ranks_are_an_error_on_all() -> None:
     for text in run_ranks(uneven_lengths, 3):
         assert "rank 0: 100, rank 1: 101, rank 2: 102" in text
+
+
+def different(what: str) -> str:
+    with evenly.open_world() as world:
+        settings: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 0}
+        if what != "epoch":
+            settings[what] += world.rank
+        loader = evenly.Loader(Squares(20), **settings)
+        try:
+            loader.epoch(world.rank if what == "epoch" else 0)
+        except DisagreementError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", ["seed", "batch_size", "epoch"])
+def test_settings_that_differ_between_ranks_are_an_error_on_all(what: str) -> None:
+    for text in run_ranks(different, 2, what):
+        assert "differs between ranks" in text
+
+
+class Leaving(Squares):
+    def __getitem__(self, index: int) -> Any:
+        raise SystemExit(0)
+
+
+def test_a_sample_that_exits_its_worker_is_named_at_once(world: evenly.World) -> None:
+    begin = time.monotonic()
+    with pytest.raises(SampleError, match="sample 0 could not be read: SystemExit"):
+        list(evenly.Loader(Leaving(8), batch_size=4, workers=1).epoch(0))
+    assert time.monotonic() - begin < 5
 
 
 def split_without_a_seed() -> str:

@@ -58,6 +58,7 @@ def test_the_public_names_are_these_and_all_of_them_load() -> None:
         "Loader",
         "Part",
         "Plan",
+        "SyncBatchNorm",
         "Total",
         "World",
         "agree",

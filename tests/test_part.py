@@ -7,6 +7,7 @@ import evenly
 from evenly.errors import DataError, SettingError
 from evenly.fetching import none_of
 from evenly.part import Part
+from evenly.testing import run_ranks
 
 
 def part_of(world: evenly.World, data: object, weight: int = 4, of: int = 4) -> Part:
@@ -62,6 +63,16 @@ def test_micro_batches_cut_every_field_by_sample(world: evenly.World) -> None:
     assert [one["pair"][0].tolist() for one in found] == [[0, 1], [2, 3]]
 
 
+def test_fields_are_not_taken_for_samples_when_their_numbers_agree(world: evenly.World) -> None:
+    """Two views of two samples: a list of two fields."""
+    data = [{"x": torch.tensor([0, 1])}, {"x": torch.tensor([10, 11])}]
+    found = walk(part_of(world, data, weight=2, of=2), 1)
+    assert [[field["x"].tolist() for field in micro.data] for micro in found] == [
+        [[0], [10]],
+        [[1], [11]],
+    ]
+
+
 def walk(part: Part, limit: int) -> list[Part]:
     found = []
     for micro in part.microbatches(limit):
@@ -100,3 +111,26 @@ def test_an_empty_batch_keeps_its_structure_and_no_values() -> None:
     assert empty["ids"] == []
     assert empty["nested"][0].shape == (0,)
     assert empty["nested"][1] == []
+
+
+def runs_with_sync_batchnorm() -> tuple[list[int], list[float]]:
+    with evenly.open_world():
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(1, 4), evenly.SyncBatchNorm(4)).double()
+        model = evenly.replicate(net)
+        dataset = torch.utils.data.TensorDataset(torch.arange(5.0, dtype=torch.float64)[:, None])
+        weights = []
+        for part in evenly.Loader(dataset, batch_size=5).epoch(0):
+            for micro in part.microbatches(1):
+                weights.append(micro.weight)
+                micro.share(model(micro.data[0]).square().mean()).backward()
+        running = net[1].running_mean
+        assert isinstance(running, torch.Tensor)
+        return weights, running.tolist()
+
+
+def test_every_rank_has_as_many_micro_batches_so_that_layers_meet() -> None:
+    """5 samples on 3 ranks are 2, 2, 1; in runs of at most 1 the last rank has an empty one."""
+    (first, one), (_, two), (third, three) = run_ranks(runs_with_sync_batchnorm, 3)
+    assert one == two == three
+    assert len(first) == len(third)

@@ -54,7 +54,7 @@ def test_final_weights_equal_those_of_one_process(
 
 @pytest.mark.parametrize("limit", [5, 16])
 def test_micro_batches_change_nothing(limit: int) -> None:
-    """At 7 processes the ranks hold different numbers of them, and the last step is short."""
+    """The parts differ in size, and the last step is short."""
     reference = alone(100, torch.float64, None)
     assert largest_difference(alone(100, torch.float64, limit), reference) <= 1e-12
     for weights in run_ranks(train_digits, 3, 100, torch.float64, limit=limit):

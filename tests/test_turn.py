@@ -137,6 +137,49 @@ def test_a_collective_inside_a_section_is_refused_at_once() -> None:
         assert "barrier inside on_rank() would wait" in text
 
 
+def different_choice() -> str:
+    try:
+        with evenly.open_world(timeout=20) as world, evenly.on_rank(world.rank % 2) as turn:
+            if turn:
+                turn.share(world.rank)
+    except (WorldError, RankFailedError) as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_choose_different_ranks_are_told() -> None:
+    assert any("chose different ranks" in text for text in run_ranks(different_choice, 3))
+
+
+def large_value() -> int:
+    with evenly.open_world():
+        with evenly.on_rank(0) as turn:
+            if turn:
+                turn.share(b"x" * 20_000_000)
+        return len(turn.value)
+
+
+def test_a_shared_value_may_be_large() -> None:
+    assert run_ranks(large_value, 3) == [20_000_000] * 3
+
+
+def leaves_instead() -> str:
+    try:
+        with evenly.open_world(timeout=30) as world:
+            if world.rank != 0:
+                with evenly.on_rank(0):
+                    pass
+    except LateError as error:
+        return str(error)
+    return ""
+
+
+def test_a_wait_for_a_rank_that_left_ends_at_once() -> None:
+    begin = time.monotonic()
+    assert "rank 0 left the world" in run_ranks(leaves_instead, 2)[1]
+    assert time.monotonic() - begin < 10
+
+
 def unsendable() -> str:
     with evenly.open_world():
         try:

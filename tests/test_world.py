@@ -199,6 +199,68 @@ def test_a_collective_that_some_ranks_skip_names_them() -> None:
     assert "inside an `if`" in texts
 
 
+def own_timeout() -> str:
+    try:
+        with evenly.open_world() as world:
+            if world.rank == 1:
+                raise RuntimeError("download timed out")
+            evenly.barrier()
+    except (RuntimeError, RankFailedError) as error:
+        return str(error)
+    return ""
+
+
+def test_a_programs_own_error_is_not_taken_for_a_lost_connection() -> None:
+    first, second = run_ranks(own_timeout, 2)
+    assert second == "download timed out"
+    assert first == "rank 1 failed: RuntimeError: download timed out"
+
+
+def caught_inside() -> str:
+    with evenly.open_world() as world:
+        try:
+            with evenly.open_world():
+                if world.rank == 1:
+                    raise ValueError("caught")
+        except ValueError:
+            pass
+        evenly.barrier()
+        evenly.barrier()
+    return "done"
+
+
+def test_an_error_that_is_caught_inside_the_world_harms_nobody() -> None:
+    assert run_ranks(caught_inside, 2) == ["done", "done"]
+
+
+def fork_inside() -> int:
+    with evenly.open_world() as world:
+        if world.rank == 1:
+            child = os.fork()
+            if child == 0:
+                try:
+                    world.close()
+                finally:
+                    os._exit(0)
+            os.waitpid(child, 0)
+        return int(evenly.all_reduce(torch.ones(())))
+
+
+def test_a_forked_child_does_not_close_its_parents_world() -> None:
+    assert run_ranks(fork_inside, 2) == [2, 2]
+
+
+def open_and_leave() -> bool:
+    for _ in range(20):
+        with evenly.open_world(timeout=30):
+            pass
+    return True
+
+
+def test_worlds_that_close_at_once_open_reliably() -> None:
+    assert run_ranks(open_and_leave, 5, timeout=120) == [True] * 5
+
+
 def late_rank() -> tuple[str, tuple[int, ...]]:
     with evenly.open_world(timeout=2) as world:
         try:

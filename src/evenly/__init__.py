@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         scatter_object,
     )
     from evenly.crew import launch
+    from evenly.layers import SyncBatchNorm
     from evenly.loader import Loader
     from evenly.objective import Total
     from evenly.part import Part
@@ -42,6 +43,7 @@ __all__ = [
     "Loader",
     "Part",
     "Plan",
+    "SyncBatchNorm",
     "Total",
     "World",
     "agree",
@@ -77,6 +79,7 @@ _HOME = {
     "Loader": "loader",
     "Part": "part",
     "Plan": "plan",
+    "SyncBatchNorm": "layers",
     "Total": "objective",
     "World": "world",
     "current_world": "world",

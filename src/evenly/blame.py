@@ -54,9 +54,21 @@ def lost_contact(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in _text(error) for text in _LOST)
 
 
+def raised_by_torch(error: BaseException) -> bool:
+    """Whether torch raised it: a program's own "timed out" is nobody else's failure."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return True
+    return str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
+
+
 def summary_of(error: BaseException) -> str:
-    """The error in one line, as Python's own last traceback line."""
-    return traceback.format_exception_only(error)[0].strip()
+    """The error in one line, as Python's own last traceback line, cut to a readable length."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg}"
+    return traceback.format_exception_only(error)[0].strip()[:2000]
 
 
 def _text(error: BaseException) -> str:

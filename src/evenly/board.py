@@ -56,7 +56,7 @@ class Board:
             {
                 "rank": self._rank,
                 "summary": summary_of(error),
-                "traceback": "".join(traceback.format_exception(error)),
+                "traceback": _shortened("".join(traceback.format_exception(error))),
             }
         )
         # The store may be gone with its server; then the others see a lost connection instead.
@@ -82,17 +82,21 @@ class Board:
         if self._failure is not None:
             raise self._failure
 
-    def wait(self, key: str, *, limit: float, late: Callable[[], LateError]) -> bytes:
-        """Wait for a key, until ``limit`` seconds have passed or some rank has failed."""
+    def wait(
+        self, key: str, *, limit: float, late: Callable[[bool], LateError], left: str | None = None
+    ) -> None:
+        """Wait for a key, until ``limit`` seconds have passed, some rank has failed, or the key
+        ``left`` says that the one waited for has gone; ``late`` makes the error of that.
+        """
         deadline = time.monotonic() + limit
         nap = 0.001
         while not self._store.check([key]):
             self.check()
-            if time.monotonic() >= deadline:
-                raise late()
+            gone = left is not None and self._store.check([left]) and not self._store.check([key])
+            if gone or time.monotonic() >= deadline:
+                raise late(gone)
             time.sleep(nap)
             nap = min(1.5 * nap, 0.25)
-        return bytes(self._store.get(key))
 
     def close(self) -> None:
         """Stop listening. The thread is gone when this returns."""
@@ -121,3 +125,10 @@ class Board:
         entry = json.loads(store.get("failure"))
         if entry["rank"] != self._rank:
             self._failure = RankFailedError(**entry)
+
+
+def _shortened(text: str, limit: int = 100_000) -> str:
+    """Head and tail: the store refuses large values."""
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]}\n[... cut ...]\n{text[-limit // 2 :]}"

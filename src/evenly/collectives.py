@@ -9,6 +9,7 @@ has failed, the others raise its error here instead of waiting.
 from __future__ import annotations
 
 import contextlib
+import pickle
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeVar
@@ -16,6 +17,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from evenly.devices import wire_types
 from evenly.errors import DisagreementError, SettingError, WorldError
@@ -220,9 +222,19 @@ def agree(value: T, name: str = "value", *, group: Group = None) -> T:
 
 def _compare(value: object, name: str, advice: str, group: Group) -> None:
     values = all_gather_object(value, group=group)
-    if any(other != values[0] for other in values):
+    if not all(_equal(other, values[0]) for other in values):
         listing = ", ".join(f"rank {rank}: {other!r}" for rank, other in enumerate(values))
         raise DisagreementError(f"{name} differs between ranks ({listing}). {advice}")
+
+
+def _equal(one: object, other: object) -> bool:
+    """Equality that holds for nan, and does not choke on arrays."""
+    try:
+        if pickle.dumps(one) == pickle.dumps(other):
+            return True
+        return bool(one == other)
+    except (TypeError, ValueError, RuntimeError, pickle.PicklingError):
+        return False
 
 
 class _GatherWithGradient(torch.autograd.Function):
@@ -231,13 +243,15 @@ class _GatherWithGradient(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, tensor: Tensor, group: Group) -> Tensor:
         rows = tensor if tensor.dim() else tensor.reshape(1)
-        pieces = _exchanged([rows], "", group)
+        # In the description, because a rank that needs no gradient would miss the backward meeting.
+        pieces = _exchanged([rows], f"with gradient: {context.needs_input_grad[0]}", group)
         context.shape, context.group = tensor.shape, group
         context.start = sum(piece[0].shape[0] for piece in pieces[: _rank(group)])
         context.rows = rows.shape[0]
         return torch.cat([piece[0] for piece in pieces])
 
     @staticmethod
+    @once_differentiable
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         total = all_reduce(gradients[0].contiguous(), check=False, group=context.group)
         own = total[context.start : context.start + context.rows]
@@ -256,6 +270,8 @@ def _reduced(tree: T, operation: Operation, group: Group, to: int | None, check:
         _same_shapes(tree, f"a {operation} over ranks", group)
 
     def exchange(flat: Tensor) -> Tensor:
+        if operation == "mean" and flat.element_size() < 4:
+            flat = flat.float()  # the sum may not fit a half
         if to is None:
             dist.all_reduce(flat, _OPERATIONS[operation], group=group)
         else:
@@ -274,7 +290,7 @@ def _flatwise(tree: T, exchange: Any, what: str, group: Group) -> T:
         chosen = [i for i, t in enumerate(tensors) if (t.dtype, t.device) == (dtype, device)]
         flat = torch.cat([tensors[i].detach().reshape(-1) for i in chosen])
         with _meeting(what):
-            done = exchange(flat.to(_wire(device, group))).to(device)
+            done = exchange(flat.to(_wire(device, group))).to(device, dtype)
         sizes = [tensors[i].numel() for i in chosen]
         for i, piece in zip(chosen, done.split(sizes), strict=True):
             results[i] = piece.reshape(tensors[i].shape)
@@ -283,7 +299,7 @@ def _flatwise(tree: T, exchange: Any, what: str, group: Group) -> T:
 
 def _gathered(tree: T, group: Group, to: int | None) -> T:
     tensors = _rows(tree)
-    if _size(group) == 1 or not tensors:
+    if _size(group) == 1:
         return replace_leaves(tree, iter(tensors))  # type: ignore[no-any-return]
     pieces = _exchanged(tensors, outline(tree), group, to)
     if not pieces:
@@ -300,6 +316,8 @@ def _exchanged(
         return [tensors]
     what = f"{structure} {[_signature(t) for t in tensors]}"
     sizes = _same_everywhere(what, "a gather", group, extra=packed_size(tensors))
+    if not tensors:
+        return []
     wire = _wire(tensors[0].device, group)
     mine = to is None or _rank(group) == to
     with _meeting("a gather"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import signal
 import socket
@@ -109,7 +110,7 @@ class Crew:
             raise
         finally:
             for member in self._members[:size]:
-                member.show()  # printed before the report, so it is there
+                member.show(last=True)  # printed before the report, so it is there
             self._renew(unfinished=[rank for rank in range(size) if rank not in reports])
         failed = [report for report in reports.values() if report.error is not None]
         if failed:
@@ -133,14 +134,22 @@ class Crew:
                     selector.register(member.channel, selectors.EVENT_READ, rank)
                 selector.register(member.output, selectors.EVENT_READ)
             while len(reports) < size:
-                rest = None if deadline is None else max(0.0, deadline - time.monotonic())
-                events = selector.select(rest)
-                if not events:
+                # At least once a second, to see a process that died while a child of its own holds
+                # its connections open.
+                rest = 1.0 if deadline is None else min(1.0, deadline - time.monotonic())
+                events = selector.select(max(0.0, rest))
+                dead = [r for r in range(size) if r not in reports and self._members[r].dead()]
+                for rank in dead:
+                    reports[rank] = self._members[rank].report()
+                    selector.unregister(self._members[rank].channel)
+                if deadline is not None and time.monotonic() >= deadline and len(reports) < size:
                     late = [rank for rank in range(size) if rank not in reports]
                     if any(report.error is not None for report in reports.values()):
                         return  # they had their grace; the failure is what the user must see
                     raise self._late(late, timeout or 0.0)
                 for key, _ in events:
+                    if key.data in dead:
+                        continue
                     if key.data is None:
                         if not next(m for m in self._members if m.output == key.fd).show():
                             selector.unregister(key.fileobj)
@@ -222,25 +231,36 @@ class _Member:
                 f"a process of the crew ended early (exit code {self.process.poll()})."
             ) from error
 
-    def show(self) -> bool:
-        """Print what the process has printed, line by line; False when no more will come."""
-        try:
+    def show(self, *, last: bool = False) -> bool:
+        """Print what the process has printed, line by line; False when no more will come. The
+        ``last`` time a line without an end is printed too.
+        """
+        text, more = b"", True
+        with contextlib.suppress(BlockingIOError):
             text = os.read(self.output, 1 << 16)
-        except BlockingIOError:
-            return True
+            more = bool(text)
         *lines, self._line = (self._line + text).split(b"\n")
-        if not text and self._line:
-            lines, self._line = [self._line], b""
+        if self._line and (last or not more):
+            lines, self._line = [*lines, self._line], b""
         for line in lines:
             sys.stdout.write(f"[{self.rank}] {line.decode(errors='replace')}\n")
-        return bool(text)
+        return more
+
+    def dead(self) -> bool:
+        """Whether the process ended without a report."""
+        if self.process.poll() is None:
+            return False
+        readable, _, _ = select.select([self.channel], [], [], 0)
+        return not readable or not self.channel.recv(1, socket.MSG_PEEK)
 
     def report(self) -> Report:
         """What this rank has to say; a death without a word becomes a report too."""
         rank = self.rank
         try:
-            report: Report = receive(self.channel)
-            return report
+            if not self.dead():
+                report: Report = receive(self.channel)
+                return report
+            code = self.process.wait(timeout=10)
         except (EOFError, ConnectionError):
             code = self.process.wait(timeout=10)
         how = f"exited with code {code}"

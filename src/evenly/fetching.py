@@ -117,12 +117,15 @@ class Fetcher(torch.utils.data.Dataset[Batch]):
             self._read_one_by_one(epoch, samples)  # finds and names the one that raises
             raise _sample_error(error, samples) from error
         if len(batch) != len(samples):
-            raise SampleError(
-                f"{type(self._dataset).__name__}.__getitems__ returned {len(batch)} samples for "
-                f"{len(samples)} indices. It must return one for each, in that order.",
-                samples,
-            )
+            raise self._miscounted(batch, samples)
         return batch
+
+    def _miscounted(self, batch: list[Any], samples: list[int]) -> SampleError:
+        return SampleError(
+            f"{type(self._dataset).__name__}.__getitems__ returned {len(batch)} samples for "
+            f"{len(samples)} indices. It must return one for each, in that order.",
+            samples,
+        )
 
     def _read_one_by_one(self, epoch: int, samples: list[int]) -> list[Any]:
         """Each sample alone, the streams that are drawn from seeded by its key."""
@@ -135,11 +138,20 @@ class Fetcher(torch.utils.data.Dataset[Batch]):
                 for stream in self._drawn:
                     stream.seed(key)
                 try:
-                    batch.append(self._dataset[index] if many is None else many([index])[0])
+                    if many is None:
+                        batch.append(self._dataset[index])
+                    else:
+                        batch += many([index])
                 except OneByOneNeeded:
                     raise
                 except Exception as error:
                     raise _sample_error(error, [index]) from error
+                except (SystemExit, KeyboardInterrupt) as error:
+                    if torch.utils.data.get_worker_info() is None:
+                        raise
+                    raise _sample_error(error, [index]) from error  # a worker that left is silent
+        if len(batch) != len(samples):
+            raise self._miscounted(batch, samples)
         return batch
 
     def _collated(self, batch: list[Any], samples: list[int]) -> Any:
@@ -157,7 +169,7 @@ class Fetcher(torch.utils.data.Dataset[Batch]):
             raise problem from error
 
 
-def _sample_error(error: Exception, samples: Sequence[int]) -> SampleError:
+def _sample_error(error: BaseException, samples: Sequence[int]) -> SampleError:
     names = ", ".join(map(str, samples))
     problem = SampleError(
         f"sample{'s' if len(samples) > 1 else ''} {names} could not be read: {summary_of(error)}",
@@ -167,22 +179,25 @@ def _sample_error(error: Exception, samples: Sequence[int]) -> SampleError:
     return problem
 
 
-def _trace(error: Exception) -> str:
+def _trace(error: BaseException) -> str:
     """The traceback as text: it must reach the training process from a worker."""
     return "".join(traceback.format_exception(error)).rstrip()
 
 
+_HOLDERS = (torch.Tensor, np.ndarray, Mapping, list, tuple)
+
+
 def none_of(data: Any) -> Any:
     """A batch with its samples taken out: same structure, first sizes 0."""
-    if isinstance(data, torch.Tensor):
-        return data[:0] if data.dim() else data
+    if isinstance(data, torch.Tensor | np.ndarray):
+        return data[:0] if data.ndim else data
     if isinstance(data, Mapping):
         return {name: none_of(value) for name, value in data.items()}
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(none_of(value) for value in data))
     if isinstance(data, list | tuple):
         # A list with one plain value for the one stand-in sample, not a list of fields.
-        if all(not isinstance(value, torch.Tensor | Mapping | list | tuple) for value in data):
+        if all(not isinstance(value, _HOLDERS) for value in data):
             return type(data)()
         return type(data)(none_of(value) for value in data)
     return data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import zlib
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -19,6 +20,9 @@ from evenly.lifeline import die_with_parent
 from evenly.part import Part
 from evenly.plan import Plan, Tail
 from evenly.world import World, current_world
+
+# How often, in seconds, a wait for workers looks whether they are alive.
+_LOOK = 5.0
 
 
 class Loader:
@@ -75,15 +79,17 @@ class Loader:
     def epoch(self, epoch: int, *, start: int = 0) -> Iterator[Part]:
         """This rank's part of each step from ``start`` on; nothing before it is read.
 
-        The first call compares the data set's length, and what subsets of it choose, over the
-        ranks, which is a meeting of all.
+        A meeting of all ranks: they compare what they are about to read, and at the first call the
+        settings, the data set's length and what subsets of it choose.
         """
         world = current_world()
         if not self._compared:
             agree(self.plan.length, "the length of the data set")
+            agree(self.plan, "the loader's settings")
             chosen = [zlib.crc32(np.asarray(one).tobytes()) for one in _choices(self.dataset)]
             agree(chosen, "the samples that a Subset of the data set chooses (their checksum)")
             self._compared = True
+        agree((epoch, start), "the (epoch, start) to read")
         walk = self.plan.walk(epoch, rank=world.rank, size=world.size, start=start)
         self._run += 1
         return self._parts((Wish(epoch, step, indices) for step, indices in walk), world, self._run)
@@ -97,13 +103,7 @@ class Loader:
             iterator._shutdown_workers()
 
     def _parts(self, wishes: Iterator[Wish], world: World, run: int) -> Iterator[Part]:
-        batches = self._batches(wishes, world)
-        for batch, data in on_device(batches, world.device):
-            if run != self._run:
-                raise DataError(
-                    "another epoch of this loader was started before this one ended; use a second "
-                    "Loader to read two epochs at a time."
-                )
+        for batch, data in on_device(self._batches(wishes, world, run), world.device):
             wish = batch.wish
             yield Part(
                 data=data,
@@ -115,7 +115,7 @@ class Loader:
                 world=world,
             )
 
-    def _batches(self, wishes: Iterator[Wish], world: World) -> Iterator[Batch]:
+    def _batches(self, wishes: Iterator[Wish], world: World, run: int) -> Iterator[Batch]:
         pin = world.device.type == "cuda"
         workers = self._worker_count(world)
         source: Iterator[Batch]
@@ -124,7 +124,15 @@ class Loader:
         else:
             self._wishes.wishes = wishes
             source = self._from_workers(workers, pin)
-        for batch in source:
+        while True:
+            if run != self._run:  # before taking a batch that belongs to the newer epoch
+                raise DataError(
+                    "another epoch of this loader was started before this one ended; use a second "
+                    "Loader to read two epochs at a time."
+                )
+            batch = next(source, None)
+            if batch is None:
+                return
             if batch.error is not None:
                 self.close()
                 raise batch.error
@@ -141,20 +149,37 @@ class Loader:
                 persistent_workers=True,
                 prefetch_factor=self._prefetch,
                 pin_memory=pin,
-                timeout=self._timeout,
+                timeout=min(_LOOK, self._timeout),
                 worker_init_fn=_start_worker,
+                # Else torch's global generator moves at every epoch, by workers and not without.
+                generator=torch.Generator(),
             )
-        try:
-            yield from self._pool
-        except EvenlyError:
-            raise
-        except RuntimeError as error:
-            self.close()
-            raise DataError(
-                f"a data-loading worker of rank {current_world().rank} ended or gave nothing for "
-                f"{self._timeout:g} s: {error}. Out of memory is the usual cause; try fewer "
-                "workers, or workers=0 to see the data set's own error."
-            ) from error
+        iterator = iter(self._pool)
+        while True:
+            batch = self._next(iterator)
+            if batch is None:
+                return
+            yield batch
+
+    def _next(self, iterator: Iterator[Batch]) -> Batch | None:
+        """The next batch of the workers. torch looks whether they live only when its own limit has
+        passed, so that one is short, and ours counts.
+        """
+        deadline = time.monotonic() + self._timeout
+        while True:
+            try:
+                return next(iterator, None)
+            except EvenlyError:
+                raise
+            except RuntimeError as error:
+                if "timed out" in str(error) and time.monotonic() < deadline:
+                    continue
+                self.close()
+                raise DataError(
+                    f"a data-loading worker of rank {current_world().rank} ended or gave nothing "
+                    f"for {self._timeout:g} s: {error}. Out of memory is the usual cause; try "
+                    "fewer workers, or workers=0 to see the data set's own error."
+                ) from error
 
     def _worker_count(self, world: World) -> int:
         if self._workers != "auto":

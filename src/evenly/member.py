@@ -88,6 +88,7 @@ def perform(task: Task) -> Report:
 def main() -> None:
     die_with_parent(int(sys.argv[3]))
     channel = socket.socket(fileno=int(sys.argv[1]))
+    channel.set_inheritable(False)
     stacks = open(sys.argv[2], "w")  # noqa: SIM115, PTH123 - faulthandler needs it for ever
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=False)

@@ -23,7 +23,8 @@ def pack(tensors: Sequence[Tensor], total: int) -> Tensor:
     buffer[: 8 * len(tensors)] = lengths.view(torch.uint8).to(device)
     start = _head(tensors)
     for tensor in tensors:
-        values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        values = plain.reshape(-1).view(torch.uint8)
         buffer[start : start + values.numel()] = values
         start += _aligned(values.numel())
     return buffer

@@ -12,7 +12,7 @@ from torch import Tensor
 from evenly.collectives import all_reduce
 from evenly.errors import DataError, SettingError
 from evenly.objective import Total
-from evenly.plan import microbatches
+from evenly.plan import microbatches, split
 from evenly.world import World
 
 
@@ -87,10 +87,13 @@ class Part:
         """Walk this part in runs of at most ``limit`` samples, for accumulation.
 
         Replicas made by `evenly.replicate` hold back their gradient exchange until the last run,
-        so do forward and backward of each run before asking for the next. Ranks may have
-        different numbers of runs; a rank without samples has one, empty.
+        so do forward and backward of each run before asking for the next. Every rank has as many
+        runs as the one with most samples needs, so that layers which meet other ranks (such as
+        `SyncBatchNorm`) meet the same run; with fewer samples the last ones may be empty.
         """
-        bounds = microbatches(self.weight, limit) or [(0, 0)]
+        _, largest = split(self.global_weight, 0, self.world.size)
+        runs = max(1, len(microbatches(largest, limit)))
+        bounds = [split(self.weight, run, runs) for run in range(runs)]
         replicas = [r for r in (reference() for reference in self.world.replicas) if r is not None]
         self._progress.walking = True
         try:
@@ -128,13 +131,17 @@ class _Progress:
     """It is one micro-batch of several."""
 
 
+_PLAIN = (str, bytes, int, float, complex, type(None))
+
+
 def _rows(data: Any, start: int, stop: int, count: int) -> Any:
     if isinstance(data, Mapping):
         return {name: _rows(value, start, stop, count) for name, value in data.items()}
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(_rows(value, start, stop, count) for value in data))
     if isinstance(data, list | tuple):
-        if len(data) == count and not any(isinstance(value, Tensor) for value in data):
+        # One plain value for each sample; a list of fields holds tensors or structures.
+        if len(data) == count and all(isinstance(value, _PLAIN) for value in data):
             return data[start:stop]
         return type(data)(_rows(value, start, stop, count) for value in data)
     if isinstance(data, Tensor) and data.dim():
@@ -144,7 +151,7 @@ def _rows(data: Any, start: int, stop: int, count: int) -> Any:
                 "cannot be cut into micro-batches by sample. Let collate_fn put the samples first."
             )
         return data[start:stop]
-    if isinstance(data, torch.Tensor | int | float | str | bytes | type(None)):
+    if isinstance(data, Tensor | int | float | str | bytes | None):
         return data
     raise DataError(
         f"a batch holds a {type(data).__name__}, which cannot be cut into micro-batches. "

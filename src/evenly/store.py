@@ -1,12 +1,15 @@
 """The key-value store through which ranks meet before, beside and after their collectives."""
 
 import socket
+import uuid
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from evenly.errors import LateError, WorldError
 from evenly.variables import LOOPBACK, Place
+
+_PIECE = 1 << 20
 
 # A store that rank 0 serves must outlive every world opened in this process: other ranks may
 # still be closing one, or opening the next, when rank 0 is done with its own.
@@ -59,6 +62,34 @@ def connect(place: Place, timeout: timedelta) -> dist.TCPStore:
             "can this machine reach that address?",
             [0],
         ) from error
+
+
+def put(store: dist.Store, key: str, value: bytes) -> bool:
+    """Set a key to a value of any size, unless it is set; whether it was not.
+
+    A store drops a client that sends more than 8 MiB at once, so the value goes in pieces under
+    keys of its own, before the key that says how many there are.
+    """
+    mark = uuid.uuid4().hex
+    for start in range(0, len(value), _PIECE):
+        store.set(f"{key}/{mark}/{start}", value[start : start + _PIECE])  # type: ignore[arg-type]
+    entry = f"{mark} {len(value)}"
+    return bool(store.compare_set(key, "", entry) == entry.encode())
+
+
+def take(store: dist.Store, key: str) -> bytes:
+    """The value that `put` left under a key."""
+    mark, size = store.get(key).decode().split()
+    names = [f"{key}/{mark}/{start}" for start in range(0, int(size), _PIECE)]
+    return b"".join(store.get(name) for name in names)
+
+
+def discard(store: dist.Store, key: str) -> None:
+    """Take out what `put` left under a key."""
+    mark, size = store.get(key).decode().split()
+    for start in range(0, int(size), _PIECE):
+        store.delete_key(f"{key}/{mark}/{start}")
+    store.delete_key(key)
 
 
 def loopback_interface() -> str | None:

@@ -1,6 +1,7 @@
 """Nested structures (dict, list, tuple, named tuple) with leaves that are treated alike."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from copy import copy
 from typing import Any
 
 
@@ -20,7 +21,11 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """The same structure with each leaf replaced by ``function(leaf)``."""
     if isinstance(tree, Mapping):
         mapped = {key: map_leaves(function, value) for key, value in tree.items()}
-        return mapped if type(tree) is dict else type(tree)(mapped)  # type: ignore[call-arg]
+        if type(tree) is dict or not isinstance(tree, MutableMapping):
+            return mapped
+        same = copy(tree)  # its type may need other arguments than a mapping, as defaultdict does
+        same.update(mapped)
+        return same
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(map_leaves(function, value) for value in tree))
     if isinstance(tree, list | tuple):

@@ -13,6 +13,7 @@ import cloudpickle
 
 from evenly.blame import summary_of
 from evenly.errors import LateError, RankFailedError, SettingError, WorldError
+from evenly.store import discard, put, take
 from evenly.world import World, current_world
 
 P = ParamSpec("P")
@@ -81,7 +82,8 @@ class on_rank:  # noqa: N801 - reads as a decorator and as a block, like context
         turn = Turn(world.rank == self.rank)
         world.turns += 1
         world.in_turn += 1
-        self._open.append((world, turn, _caller(), world.turns))
+        where = f"{_caller()} (on rank {self.rank})"
+        self._open.append((world, turn, where, world.turns))
         return turn
 
     def __exit__(
@@ -97,34 +99,49 @@ class on_rank:  # noqa: N801 - reads as a decorator and as a block, like context
         key = f"turn/{number}"
         if turn:
             entry, unsendable = _pack(where, turn.value, error, world.rank)
-            world.store.set(key, entry)  # type: ignore[arg-type]
+            if not put(world.store, key, entry) and error is None:
+                raise _different(cloudpickle.loads(take(world.store, key))[0], where)
             if unsendable is not None:
                 raise unsendable
             return
         if error is not None:
             return  # leaves by itself; the world tells the others
-        entry = world.board.wait(
+        world.board.wait(
             key,
             limit=self.timeout or world.timeout,
-            late=lambda: LateError(
-                f"rank {self.rank} has not finished its section at {where} within "
-                f"{self.timeout or world.timeout:g} s (rank {world.rank} waited). If it needs "
-                "longer, pass timeout= to on_rank().",
-                [self.rank],
-            ),
+            left=f"left/{self.rank}",
+            late=lambda gone: self._late(gone, where, world),
         )
+        there, value, raised = cloudpickle.loads(take(world.store, key))
         if world.store.add(f"{key}/read", 1) == world.size - 1:
-            world.store.delete_key(key)
+            discard(world.store, key)
             world.store.delete_key(f"{key}/read")
-        there, value, raised = cloudpickle.loads(entry)
         if raised is not None:
             raise raised
         if there != where:
-            raise WorldError(
-                f"rank {self.rank} ran its section at {there} while rank {world.rank} waited at "
-                f"{where}: the ranks took different branches. Every rank must reach on_rank()."
-            )
+            raise _different(there, where)
         turn.value = value
+
+    def _late(self, gone: bool, where: str, world: World) -> LateError:
+        if gone:
+            return LateError(
+                f"rank {self.rank} left the world without its section at {where}, which rank "
+                f"{world.rank} waited for. Every rank must reach on_rank().",
+                [self.rank],
+            )
+        return LateError(
+            f"rank {self.rank} has not finished its section at {where} within "
+            f"{self.timeout or world.timeout:g} s (rank {world.rank} waited). If it needs longer, "
+            "pass timeout= to on_rank().",
+            [self.rank],
+        )
+
+
+def _different(there: str, here: str) -> WorldError:
+    return WorldError(
+        f"one rank ran a section at {there} while another was at {here}: the ranks took different "
+        "branches, or chose different ranks. All must reach the same on_rank(), with the same rank."
+    )
 
 
 def _pack(
@@ -155,10 +172,10 @@ def copy_of(error: BaseException | None, rank: int) -> BaseException | None:
         copy: BaseException = cloudpickle.loads(cloudpickle.dumps(error))
         if type(copy) is not type(error) or str(copy) != str(error):
             raise TypeError
+        copy.evenly_rank = rank  # type: ignore[attr-defined]
+        copy.add_note(f"raised on rank {rank}:\n{text}")
     except Exception:  # an error class of any kind may refuse to be pickled or rebuilt
         return RankFailedError(rank, summary_of(error), text)
-    copy.evenly_rank = rank  # type: ignore[attr-defined]
-    copy.add_note(f"raised on rank {rank}:\n{text}")
     return copy
 
 

@@ -20,6 +20,7 @@ import json
 import os
 import runpy
 import signal
+import threading
 import time
 import traceback
 import types
@@ -27,6 +28,9 @@ from pathlib import Path
 
 from evenly.blame import blame, summary_of
 from evenly.lifeline import die_with_parent
+
+# How long, in seconds, threads of a program that failed may go on.
+_THREADS_END = 5.0
 
 _failed = False
 
@@ -61,6 +65,10 @@ def main(kind: str, target: str, arguments: list[str]) -> int:
                 hook(type(error), error, trace)
         finally:
             _record(type(error), error, trace)
+        # The interpreter waits for the program's threads, and nobody would read of the failure.
+        end = threading.Timer(_THREADS_END, os._exit, [1])
+        end.daemon = True
+        end.start()
         return 1
     return 0
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from evenly import devices
-from evenly.blame import blame, lost_contact
+from evenly.blame import blame, lost_contact, raised_by_torch
 from evenly.board import Board
 from evenly.errors import (
     DeviceError,
@@ -66,6 +66,7 @@ class World:
         """Weak references to replicated models: micro-batches hold back their gradient exchange,
         and closing makes them let go of the process group."""
         self._depth = 0
+        self._roll_calls = 0
         self._owns_group = False
         self._agent_store = place.agent_store
         self._restore: dict[str, str | None] = {}
@@ -87,7 +88,8 @@ class World:
     ) -> None:
         leaving = error is None or (isinstance(error, SystemExit) and not error.code)
         try:
-            if error is not None and not leaving:
+            # Further out it may yet be caught, so only the outermost block tells the others.
+            if error is not None and not leaving and self._depth == 1:
                 self.fail(error)
         finally:
             self.close(failed=not leaving)
@@ -98,10 +100,11 @@ class World:
         """
         if self.board is None or blame(error, self.rank) == "other":
             return
-        explained = self.explain(error)
+        explained = self.explain(error) if raised_by_torch(error) else error
+        if not isinstance(explained, RankFailedError):
+            self.board.post(explained)
         if explained is not error:
             raise explained from None
-        self.board.post(error)
 
     def explain(self, error: BaseException, what: str = "a collective") -> BaseException:
         """What a failed collective means: the error of the rank that caused it, or who is late.
@@ -147,9 +150,11 @@ class World:
     def _roll_call(self, what: str) -> WorldError:
         """Who else has given up waiting? Those who have not are the ones all waited for."""
         assert self.store is not None
-        self.store.set(f"waiting/{what}/{self.rank}", "")
+        self._roll_calls += 1
+        key = f"waiting/{self._roll_calls}/{what}"
+        self.store.set(f"{key}/{self.rank}", "")
         time.sleep(2.0)  # the others' limits run out at nearly the same time
-        missing = [r for r in range(self.size) if not self.store.check([f"waiting/{what}/{r}"])]
+        missing = [r for r in range(self.size) if not self.store.check([f"{key}/{r}"])]
         return LateError(
             f"{_ranks(missing) or 'some ranks'} did not reach {what} within {self.timeout:g} s "
             f"(rank {self.rank} waited). Look at what they were doing; if they only needed longer, "
@@ -232,7 +237,7 @@ class World:
         if self.store.add("connected", 1) == self.size:
             self.store.set("all connected", "")
         self.board.wait(
-            "all connected", limit=self.timeout, late=lambda: self._absent("connected", "connect")
+            "all connected", limit=self.timeout, late=lambda _: self._absent("connected", "connect")
         )
 
     def _absent(self, key: str, what: str) -> LateError:
@@ -307,6 +312,7 @@ def open_world(
         world = World(place, device=picked, timeout=timeout)
         if not _opens:
             atexit.register(_close_at_exit)
+            os.register_at_fork(after_in_child=_forget)
         _opens[place.attempt] += 1
         if picked.type == "cuda":
             torch.cuda.set_device(picked)
@@ -315,8 +321,14 @@ def open_world(
         elif world.size > 1:
             try:
                 world._open_group(place, backend)
-            except BaseException:
+            except BaseException as error:
+                explained = world.explain(error, "opening the world")
                 world.close(failed=True)
+                # torch counts a group that failed to open, and would look for the next one under
+                # another name than the ranks where it opened.
+                dist.distributed_c10d._world.group_count = 0
+                if explained is not error:
+                    raise explained from None
                 raise
         _current = world
     _current._depth += 1
@@ -348,6 +360,16 @@ def _close_at_exit() -> None:
     if error is not None:
         report(error)
     close_all(failed=error is not None)
+
+
+def _forget() -> None:
+    """In a forked child, which is no rank: it must not speak or close for its parent."""
+    global _current
+    if _current is not None:
+        _current.group = _current.store = _current.board = None
+        _current.replicas = []
+        _current._owns_group = False
+        _current = None
 
 
 def close_all(*, failed: bool = False) -> None:

@@ -66,7 +66,7 @@ def root_cause(endings: Iterable[Ending]) -> Ending:
     """The ending that explains the others: the earliest failure of a rank's own, else a death by
     a signal, else the earliest of those that only noticed.
     """
-    order = {"own": 0, "signal": 1, "lost": 2, "other": 2}
+    order = {"own": 0, "signal": 1, "lost": 2, "other": 3}
     return min(endings, key=lambda ending: (order[ending.kind], ending.time, ending.rank))
 
 

@@ -57,7 +57,7 @@ class Crew:
             raise SettingError(f"{n} processes cannot run anything; give 1 or more.")
         self._threads = threads or max(1, (os.cpu_count() or 1) // n)
         self._folder = tempfile.TemporaryDirectory(prefix="evenly-crew-")
-        self._store: dist.TCPStore = serve()
+        self._store: dist.TCPStore | None = None
         self._members: list[_Member] = []
         self.grow(n)
 
@@ -94,12 +94,19 @@ class Crew:
         if not 1 <= size <= self.size:
             raise SettingError(f"size={size}: this crew has {self.size} processes.")
         call = cloudpickle.dumps((function, args, kwargs))
+        # New for every run: a program that makes a process group itself writes to it without a
+        # prefix, and must not read what an earlier one left.
+        self._store = serve()
         attempt = uuid.uuid4().hex
         reports: dict[int, Report] = {}
         try:
             for rank, member in enumerate(self._members[:size]):
                 member.give(
-                    Task(environ=self._environ(rank, size, attempt), path=sys.path, call=call)
+                    Task(
+                        environ=_environ(rank, size, attempt, self._store.port),
+                        path=sys.path,
+                        call=call,
+                    )
                 )
             self._collect(reports, size, timeout)
         except KeyboardInterrupt:
@@ -173,20 +180,6 @@ class Crew:
 
     def _start(self, rank: int) -> _Member:
         return _Member(rank, Path(self._folder.name), self._threads)
-
-    def _environ(self, rank: int, size: int, attempt: str) -> dict[str, str]:
-        """What torchrun would set, so that the function meets the same world as a script."""
-        return {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(size),
-            "GROUP_RANK": "0",
-            "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": str(self._store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "EVENLY_ATTEMPT": attempt,
-        }
 
 
 class _Member:
@@ -296,6 +289,21 @@ class _Member:
         self.process.wait(timeout=10)
         if self.process.stdout is not None:
             self.process.stdout.close()
+
+
+def _environ(rank: int, size: int, attempt: str, port: int) -> dict[str, str]:
+    """What torchrun would set, so that the function meets the same world as a script."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "EVENLY_ATTEMPT": attempt,
+    }
 
 
 def _first(failed: list[Report]) -> BaseException:

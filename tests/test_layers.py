@@ -338,7 +338,7 @@ def second_derivative() -> str:
         y = SyncBatchNorm(CHANNELS)(x).pow(3).sum()
         try:
             torch.autograd.grad(y, x, create_graph=True)
-        except NotImplementedError as error:
+        except SettingError as error:
             return str(error)
         return ""
 

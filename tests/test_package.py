@@ -18,7 +18,7 @@ LAYERS = [
     {"variables", "tree", "permutation", "plan", "seeding", "lifeline", "blame"},
     {"store", "board", "devices", "packing", "objective"},
     {"world"},
-    {"turn", "collectives"},
+    {"turn", "meeting", "collectives"},
     {"fetching", "copying", "part", "loader", "replica", "stepping", "layers", "data"},
     {"worker", "launcher", "member", "crew"},
     {"testing", "demo"},

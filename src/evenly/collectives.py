@@ -8,10 +8,9 @@ has failed, the others raise its error here instead of waiting.
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -19,15 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from evenly.devices import wire_types
-from evenly.errors import DisagreementError, SettingError, WorldError
+from evenly.errors import DisagreementError, SettingError
+from evenly.meeting import Group, meeting, member, rank_in, size_of, wire_for
 from evenly.packing import pack, packed_size, unpack
 from evenly.plan import split
 from evenly.tree import leaves, outline, replace_leaves
 from evenly.world import current_world
 
 T = TypeVar("T")
-Group = dist.ProcessGroup | None
 Operation = Literal["sum", "mean", "min", "max", "product"]
 
 _OPERATIONS = {
@@ -59,16 +57,16 @@ def reduce(
     group: Group = None,
 ) -> T | None:
     """As `all_reduce`, on rank ``to`` only; None elsewhere."""
-    reduced = _reduced(tree, operation, group, _member(to, group, "to"), check)
-    return reduced if _rank(group) == to else None
+    reduced = _reduced(tree, operation, group, member(to, group, "to"), check)
+    return reduced if rank_in(group) == to else None
 
 
 def broadcast(tree: T, *, source: int = 0, check: bool = True, group: Group = None) -> T:
     """Rank ``source``'s tensors, on every rank. The others pass tensors of the same shapes, which
     ``check`` compares as in `all_reduce`.
     """
-    source = _member(source, group, "source")
-    if _size(group) == 1:
+    source = member(source, group, "source")
+    if size_of(group) == 1:
         return tree
     if check:
         _same_shapes(tree, "a broadcast", group)
@@ -97,8 +95,8 @@ def all_gather(tree: T, *, grad: bool = False, group: Group = None) -> T:
 
 def gather(tree: T, *, to: int = 0, group: Group = None) -> T | None:
     """As `all_gather`, on rank ``to`` only; None elsewhere."""
-    joined = _gathered(tree, group, _member(to, group, "to"))
-    return joined if _rank(group) == to else None
+    joined = _gathered(tree, group, member(to, group, "to"))
+    return joined if rank_in(group) == to else None
 
 
 def scatter(parts: Sequence[T] | None, *, source: int = 0, group: Group = None) -> T:
@@ -107,18 +105,18 @@ def scatter(parts: Sequence[T] | None, *, source: int = 0, group: Group = None) 
     Shapes and structures may differ. One collective for the shapes and one for all values.
     """
     offers, total = None, 0
-    if parts is not None and _rank(group) == source:
+    if parts is not None and rank_in(group) == source:
         total = max((packed_size(_rows(part)) for part in parts), default=0)
         offers = [(replace_leaves(p, iter([_like(t) for t in _tensors(p)])), total) for p in parts]
     mine, total = scatter_object(offers, source=source, group=group)
-    if parts is not None and _size(group) == 1:
+    if parts is not None and size_of(group) == 1:
         return parts[0]
     device = current_world().device
-    wire = _wire(device, group)
+    wire = wire_for(device, group)
     received = torch.empty(total, dtype=torch.uint8, device=wire)
-    with _meeting("scatter"):
+    with meeting("scatter"):
         sent = None
-        if parts is not None and _rank(group) == source:
+        if parts is not None and rank_in(group) == source:
             sent = [pack([t.to(wire) for t in _rows(part)], total) for part in parts]
         dist.scatter(received, sent, group=group, group_src=source)
     tensors = unpack(received.to(device), _rows(mine))
@@ -128,21 +126,21 @@ def scatter(parts: Sequence[T] | None, *, source: int = 0, group: Group = None) 
 
 def reduce_scatter(tensor: Tensor, operation: Operation = "sum", *, group: Group = None) -> Tensor:
     """This rank's contiguous, balanced run of the rows of the reduced tensor."""
-    start, stop = split(tensor.shape[0], _rank(group), _size(group))
+    start, stop = split(tensor.shape[0], rank_in(group), size_of(group))
     return all_reduce(tensor, operation, group=group)[start:stop]
 
 
 def all_to_all(parts: Sequence[Tensor], *, group: Group = None) -> list[Tensor]:
     """Send ``parts[r]`` to rank r; returns what each rank sent here. First sizes may differ."""
-    size = _size(group)
+    size = size_of(group)
     if len(parts) != size:
         raise SettingError(f"all_to_all: {len(parts)} parts for {size} ranks; give one for each.")
     if size == 1:
         return list(parts)
     _same_everywhere([_signature(p) for p in parts], "all_to_all", group)
     device = parts[0].device
-    wire = _wire(device, group)
-    with _meeting("all_to_all"):
+    wire = wire_for(device, group)
+    with meeting("all_to_all"):
         sent = torch.tensor([p.shape[0] for p in parts], device=wire)
         counts = torch.empty_like(sent)
         dist.all_to_all_single(counts, sent, group=group)
@@ -160,27 +158,29 @@ def all_to_all(parts: Sequence[Tensor], *, group: Group = None) -> list[Tensor]:
 
 def barrier(*, group: Group = None) -> None:
     """Wait until every rank is here; after the world's timeout LateError names who is not."""
-    if _size(group) > 1:
-        with _meeting("barrier"):
+    if size_of(group) > 1:
+        with meeting("barrier"):
             # A reduction rather than dist.barrier, which on nccl needs to guess a device.
-            dist.all_reduce(torch.zeros(1, device=_wire(torch.device("cpu"), group)), group=group)
+            dist.all_reduce(
+                torch.zeros(1, device=wire_for(torch.device("cpu"), group)), group=group
+            )
 
 
 def all_gather_object(value: T, *, group: Group = None) -> list[T]:
     """Any picklable value of each rank, in rank order, on every rank."""
-    values: list[Any] = [value] * _size(group)
+    values: list[Any] = [value] * size_of(group)
     if len(values) > 1:
-        with _meeting("all_gather_object"):
+        with meeting("all_gather_object"):
             dist.all_gather_object(values, value, group=group)
     return values
 
 
 def gather_object(value: T, *, to: int = 0, group: Group = None) -> list[T] | None:
     """Any picklable value of each rank, in rank order, on rank ``to``; None elsewhere."""
-    to = _member(to, group, "to")
-    values: list[Any] | None = [value] * _size(group) if _rank(group) == to else None
-    if _size(group) > 1:
-        with _meeting("gather_object"):
+    to = member(to, group, "to")
+    values: list[Any] | None = [value] * size_of(group) if rank_in(group) == to else None
+    if size_of(group) > 1:
+        with meeting("gather_object"):
             dist.gather_object(value, values, group=group, group_dst=to)
     return values
 
@@ -188,17 +188,19 @@ def gather_object(value: T, *, to: int = 0, group: Group = None) -> list[T] | No
 def broadcast_object(value: T, *, source: int = 0, group: Group = None) -> T:
     """Rank ``source``'s picklable value, on every rank; what the others pass is ignored."""
     values: list[Any] = [value]
-    source = _member(source, group, "source")
-    if _size(group) > 1:
-        with _meeting("broadcast_object"):
+    source = member(source, group, "source")
+    if size_of(group) > 1:
+        with meeting("broadcast_object"):
             dist.broadcast_object_list(values, group=group, group_src=source)
     return values[0]  # type: ignore[no-any-return]
 
 
 def scatter_object(values: Sequence[T] | None, *, source: int = 0, group: Group = None) -> T:
     """Rank r gets the picklable ``values[r]`` of rank ``source``; the others pass None."""
-    size, sent, problem = _size(group), values, ""
-    if _rank(group) == _member(source, group, "source") and (values is None or len(values) != size):
+    size, sent, problem = size_of(group), values, ""
+    if rank_in(group) == member(source, group, "source") and (
+        values is None or len(values) != size
+    ):
         given = "None" if values is None else f"{len(values)} values"
         problem = f"scatter: rank {source} gave {given} for {size} ranks; give one for each."
         sent = None
@@ -206,7 +208,7 @@ def scatter_object(values: Sequence[T] | None, *, source: int = 0, group: Group 
     sent, problem = broadcast_object((sent, problem), source=source, group=group)
     if sent is None:
         raise SettingError(problem)
-    return sent[_rank(group)]
+    return sent[rank_in(group)]
 
 
 def agree(value: T, name: str = "value", *, group: Group = None) -> T:
@@ -246,7 +248,7 @@ class _GatherWithGradient(torch.autograd.Function):
         # In the description, because a rank that needs no gradient would miss the backward meeting.
         pieces = _exchanged([rows], f"with gradient: {context.needs_input_grad[0]}", group)
         context.shape, context.group = tensor.shape, group
-        context.start = sum(piece[0].shape[0] for piece in pieces[: _rank(group)])
+        context.start = sum(piece[0].shape[0] for piece in pieces[: rank_in(group)])
         context.rows = rows.shape[0]
         return torch.cat([piece[0] for piece in pieces])
 
@@ -261,7 +263,7 @@ class _GatherWithGradient(torch.autograd.Function):
 def _reduced(tree: T, operation: Operation, group: Group, to: int | None, check: bool) -> T:
     if operation not in _OPERATIONS:
         raise SettingError(f"operation={operation!r}; choose from {', '.join(_OPERATIONS)}.")
-    size, tensors = _size(group), _tensors(tree)
+    size, tensors = size_of(group), _tensors(tree)
     if operation == "mean" and any(not t.is_floating_point() for t in tensors):
         raise SettingError("a mean of whole numbers is not one; use float tensors, or 'sum'.")
     if size == 1:
@@ -289,8 +291,8 @@ def _flatwise(tree: T, exchange: Any, what: str, group: Group) -> T:
     for dtype, device in kinds:
         chosen = [i for i, t in enumerate(tensors) if (t.dtype, t.device) == (dtype, device)]
         flat = torch.cat([tensors[i].detach().reshape(-1) for i in chosen])
-        with _meeting(what):
-            done = exchange(flat.to(_wire(device, group))).to(device, dtype)
+        with meeting(what):
+            done = exchange(flat.to(wire_for(device, group))).to(device, dtype)
         sizes = [tensors[i].numel() for i in chosen]
         for i, piece in zip(chosen, done.split(sizes), strict=True):
             results[i] = piece.reshape(tensors[i].shape)
@@ -299,7 +301,7 @@ def _flatwise(tree: T, exchange: Any, what: str, group: Group) -> T:
 
 def _gathered(tree: T, group: Group, to: int | None) -> T:
     tensors = _rows(tree)
-    if _size(group) == 1:
+    if size_of(group) == 1:
         return replace_leaves(tree, iter(tensors))  # type: ignore[no-any-return]
     pieces = _exchanged(tensors, outline(tree), group, to)
     if not pieces:
@@ -312,15 +314,15 @@ def _exchanged(
     tensors: list[Tensor], structure: str, group: Group, to: int | None = None
 ) -> list[list[Tensor]]:
     """Each rank's tensors, in rank order; with ``to``, on that rank alone (empty elsewhere)."""
-    if _size(group) == 1:
+    if size_of(group) == 1:
         return [tensors]
     what = f"{structure} {[_signature(t) for t in tensors]}"
     sizes = _same_everywhere(what, "a gather", group, extra=packed_size(tensors))
     if not tensors:
         return []
-    wire = _wire(tensors[0].device, group)
-    mine = to is None or _rank(group) == to
-    with _meeting("a gather"):
+    wire = wire_for(tensors[0].device, group)
+    mine = to is None or rank_in(group) == to
+    with meeting("a gather"):
         sent = pack([t.to(wire) for t in tensors], max(sizes))
         received = sent.new_empty((len(sizes) if mine else 0, max(sizes)))
         rows = list(received.unbind())
@@ -344,47 +346,17 @@ def _same_everywhere(what: object, name: str, group: Group, extra: int = 0) -> l
 
     A mismatch raises on all ranks, where the exchange itself would hang or mix up bytes.
     """
-    wire = _wire(torch.device("cpu"), group)
+    wire = wire_for(torch.device("cpu"), group)
     mark = zlib.crc32(repr(what).encode())
-    with _meeting(name):
+    with meeting(name):
         sent = torch.tensor([mark, extra], dtype=torch.int64, device=wire)
-        received = sent.new_empty((_size(group), 2))
+        received = sent.new_empty((size_of(group), 2))
         dist.all_gather(list(received.unbind()), sent, group=group)
     marks, extras = received.t().tolist()
     if any(other != marks[0] for other in marks):
         advice = "Structure, types and sizes (in gathers, all but the first) must be the same."
         _compare(str(what), f"what was given to {name}", advice, group)
     return list(extras)
-
-
-@contextlib.contextmanager
-def _meeting(what: str) -> Iterator[None]:
-    """Where ranks meet: raise another rank's failure before waiting, and explain it after."""
-    world = current_world()
-    if world.in_turn:
-        raise WorldError(
-            f"{what} inside on_rank() would wait for ranks that wait for this section to end. "
-            "Do it before or after."
-        )
-    if world.board is not None:
-        world.board.check()
-    try:
-        yield
-    except RuntimeError as error:
-        explained = world.explain(error, what)
-        if explained is error:
-            raise
-        raise explained from None
-
-
-def _wire(device: torch.device, group: Group) -> torch.device:
-    """Where tensors of ``device`` must be to travel: gloo carries CPU tensors only."""
-    backends = wire_types(str(dist.get_backend_config(group)))
-    if backends.get(device.type, backends.get("*")) == "nccl":
-        return current_world().device
-    if "nccl" in backends.values() and device.type not in backends:
-        return current_world().device
-    return torch.device("cpu")
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -408,22 +380,3 @@ def _signature(tensor: Tensor) -> tuple[str, list[int]]:
 
 def _like(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype)
-
-
-def _size(group: Group) -> int:
-    world = current_world()
-    return world.size if group is None or world.group is None else dist.get_world_size(group)
-
-
-def _rank(group: Group) -> int:
-    world = current_world()
-    rank = world.rank if group is None or world.group is None else dist.get_rank(group)
-    if rank < 0:
-        raise WorldError(f"rank {world.rank} is not in the group that it was asked to meet.")
-    return rank
-
-
-def _member(rank: int, group: Group, name: str) -> int:
-    if not 0 <= rank < _size(group):
-        raise SettingError(f"{name}={rank}: the ranks here are 0 to {_size(group) - 1}.")
-    return rank

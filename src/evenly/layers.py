@@ -117,7 +117,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise NotImplementedError(
+            raise SettingError(
                 "create_graph=True asks for second derivatives, which SyncBatchNorm does not have "
                 "across ranks. Use nn.GroupNorm or nn.LayerNorm where gradients are in the loss."
             )

@@ -79,6 +79,7 @@ def printing_for_ever() -> None:
 
 
 def test_a_time_limit_holds_for_a_rank_that_keeps_printing() -> None:
+    run_ranks(os.getpid, 2)  # the limit is for the function, not for starting processes
     with pytest.raises(LateError, match="ranks 1 did not finish"):
         run_ranks(printing_for_ever, 2, timeout=1)
 
@@ -108,6 +109,7 @@ def sleeping_on_rank_1() -> int:
 
 
 def test_a_time_limit_names_the_late_ranks_and_shows_their_stacks() -> None:
+    run_ranks(os.getpid, 3)
     begin = time.monotonic()
     with pytest.raises(LateError, match="ranks 1 did not finish within 1 s") as caught:
         run_ranks(sleeping_on_rank_1, 3, timeout=1)

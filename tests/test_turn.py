@@ -177,7 +177,7 @@ def leaves_instead() -> str:
 def test_a_wait_for_a_rank_that_left_ends_at_once() -> None:
     begin = time.monotonic()
     assert "rank 0 left the world" in run_ranks(leaves_instead, 2)[1]
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 25
 
 
 def unsendable() -> str:

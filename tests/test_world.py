@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,7 @@ def test_when_one_rank_fails_the_others_raise_its_error(where: str) -> None:
     for text, rank, seconds in (first, third):
         assert text == "rank 1 failed: ValueError: the disk is full"
         assert rank == 1
-        assert seconds < 10
+        assert seconds < 25
     assert second[0] == "the disk is full"
 
 
@@ -263,7 +264,10 @@ def test_worlds_that_close_at_once_open_reliably() -> None:
 
 
 def late_rank() -> tuple[str, tuple[int, ...]]:
-    with evenly.open_world(timeout=2) as world:
+    with evenly.open_world() as world:
+        # Opening may take long on a busy machine; only the wait below is to be short.
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
+        world.timeout = 2
         try:
             if world.rank == 1:
                 time.sleep(6)
@@ -285,13 +289,13 @@ def missing_rank() -> str:
     if int(os.environ["RANK"]) == 1:
         return ""
     with pytest.raises(LateError) as caught:
-        evenly.open_world(timeout=1.5)
+        evenly.open_world(timeout=8)
     return str(caught.value)
 
 
 def test_a_rank_that_never_opens_the_world_is_named() -> None:
     first, _, third = run_ranks(missing_rank, 3)
-    assert "rank 1 of 3 did not open the world within 1.5 s" in first
+    assert "rank 1 of 3 did not open the world within 8 s" in first
     assert "rank 1 of 3" in third
 
 
@@ -306,7 +310,7 @@ def test_a_rank_that_is_killed_is_named_and_nobody_hangs() -> None:
     begin = time.monotonic()
     with pytest.raises(LaunchError, match="rank 1 was killed by SIGKILL"):
         run_ranks(killed_rank, 3)
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 25
 
 
 def test_a_gpu_that_is_not_there_is_refused_with_the_remedy() -> None:

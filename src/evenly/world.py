@@ -212,8 +212,8 @@ class World:
         limit = timedelta(seconds=self.timeout)
         prefix = f"evenly/{place.attempt}/{_opens[place.attempt]}"
         self.store = dist.PrefixStore(prefix, connect(place, limit))
-        ears = dist.PrefixStore(prefix, connect(place, limit))
         self.backend = self._arrive(backend)
+        ears = dist.PrefixStore(prefix, connect(place, limit))
         if place.one_machine:
             self._use_loopback()
         self.board = Board(self.store, ears, rank=self.rank, size=self.size, wake=self._abort)

@@ -64,7 +64,7 @@ def collectives() -> dict[str, Any]:
         }
         evenly.barrier()
         devices = {name: str(value) for name, value in _devices(found).items()}
-        return {"devices": devices, **evenly_cpu(found)}
+        return {"devices": devices, **as_lists(found)}
 
 
 def _devices(found: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def _devices(found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def evenly_cpu(found: dict[str, Any]) -> dict[str, Any]:
+def as_lists(found: dict[str, Any]) -> dict[str, Any]:
     from evenly.tree import map_leaves
 
     moved: dict[str, Any] = map_leaves(lambda v: v.tolist() if hasattr(v, "tolist") else v, found)

@@ -149,11 +149,6 @@ class Crew:
                 for rank in dead:
                     reports[rank] = self._members[rank].report()
                     selector.unregister(self._members[rank].channel)
-                if deadline is not None and time.monotonic() >= deadline and len(reports) < size:
-                    late = [rank for rank in range(size) if rank not in reports]
-                    if any(report.error is not None for report in reports.values()):
-                        return  # they had their grace; the failure is what the user must see
-                    raise self._late(late, timeout or 0.0)
                 for key, _ in events:
                     if key.data in dead:
                         continue
@@ -163,6 +158,11 @@ class Crew:
                     else:
                         reports[key.data] = self._members[key.data].report()
                         selector.unregister(key.fileobj)
+                if deadline is not None and time.monotonic() >= deadline and len(reports) < size:
+                    late = [rank for rank in range(size) if rank not in reports]
+                    if any(report.error is not None for report in reports.values()):
+                        return  # they had their grace; the failure is what the user must see
+                    raise self._late(late, timeout or 0.0)
                 if any(report.error is not None for report in reports.values()):
                     grace = time.monotonic() + _GRACE
                     deadline = grace if deadline is None else min(deadline, grace)

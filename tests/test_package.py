@@ -20,6 +20,7 @@ LAYERS = [
     {"world"},
     {"turn", "meeting", "collectives"},
     {"fetching", "copying", "part", "loader", "replica", "stepping", "layers", "data"},
+    {"together", "tally", "columns", "memory", "prediction"},
     {"worker", "launcher", "member", "crew"},
     {"testing", "demo"},
     {"cli", "__main__"},

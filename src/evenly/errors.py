@@ -15,6 +15,7 @@
     ├── DataError             a data set cannot be read as asked
     │   ├── SampleError       fetching one sample raised; it names the index
     │   └── CollateError      samples could not be put into a batch; it names the indices
+    ├── StorageError          files could not be written, or are not what they should be
     └── LaunchError           processes could not be started, or one of them failed
 """
 
@@ -92,6 +93,10 @@ class CollateError(DataError):
     def __init__(self, message: str, indices: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.indices = tuple(indices)
+
+
+class StorageError(EvenlyError):
+    """Files could not be written or read, or are not whole."""
 
 
 class LaunchError(EvenlyError):

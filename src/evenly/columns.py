@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
 import numpy as np
@@ -27,7 +28,8 @@ class Column:
 
     name: str
     kind: Literal["tensor", "rows", "nothing"]
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype = torch.uint8
+    """Of a tensor."""
     shape: tuple[int, ...] = ()
     """Of one row of a tensor."""
     row: Any = None
@@ -42,10 +44,7 @@ class Column:
 
     @property
     def row_bytes(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * (self.dtype.itemsize if self.dtype is not None else 0)
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -81,9 +80,14 @@ def read(predictions: Any, count: int) -> tuple[Schema, list[Any]]:
     return Schema(template, tuple(columns), _text(template, columns)), values
 
 
+def bytes_of(tensor: Tensor) -> Bytes:
+    """The bytes of each row of a contiguous tensor on the CPU; they share its memory."""
+    row_bytes = prod(tensor.shape[1:]) * tensor.element_size()
+    return tensor.reshape(-1).view(torch.uint8).numpy().reshape(len(tensor), row_bytes)
+
+
 def tensor_of(column: Column, data: Bytes) -> Tensor:
     """The tensor whose rows' bytes these are; it shares their memory."""
-    assert column.dtype is not None
     flat = torch.from_numpy(data.reshape(-1)).view(column.dtype)
     return flat.reshape(len(data), *column.shape)
 
@@ -123,7 +127,7 @@ def _column(name: str, leaf: Any, count: int) -> tuple[Column, Any]:
         )
     plain = _own(leaf, what)
     column = Column(name, "tensor", plain.dtype, tuple(plain.shape[1:]))
-    return column, plain.reshape(-1).view(torch.uint8).numpy().reshape(count, column.row_bytes)
+    return column, bytes_of(plain)
 
 
 def _own(tensor: Tensor, what: str) -> Tensor:
@@ -214,5 +218,5 @@ def _row_text(row: Any) -> str:
     return f"{{{inside}}}"
 
 
-def _short(dtype: torch.dtype | None) -> str:
+def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

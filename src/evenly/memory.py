@@ -34,6 +34,9 @@ class Memory:
         self._chunks: deque[Chunk] = deque()
         self._schema: Schema | None = None
 
+    def prepare(self) -> None:
+        """Nothing to prepare."""
+
     def open(self, schema: Schema) -> None:
         self._schema = schema
 

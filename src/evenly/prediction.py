@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, get_args
 from uuid import uuid4
 
 import torch
 
+from evenly import parquet
 from evenly.collectives import agree
 from evenly.columns import Schema, read
 from evenly.errors import DataError, DisagreementError, SettingError
+from evenly.folder import Folder
+from evenly.layout import Format
 from evenly.memory import Indices, Keep, Memory
 from evenly.part import Part
 from evenly.tally import Tally, every_sample_once
@@ -32,22 +37,29 @@ def predict(
     *,
     length: int,
     keep: Keep = "all",
+    out: str | os.PathLike[str] | None = None,
+    format: Format = "npy",
 ) -> Any:
     """What ``function(part)`` predicts for all ``length`` samples, in data-set order, each once.
 
     A prediction is a tensor with the samples first, a list with one entry per sample (strings,
     numbers, tensors of different sizes, dicts of these), or a tuple or dict of these. All are
     gathered on the CPU, on every rank or, with ``keep="first"``, on rank 0 (None elsewhere).
+    With ``out`` every batch is written to that folder instead, which must not exist and which all
+    machines must share; its path is returned, for `read_predictions`.
 
     All ranks meet at the start, after the first part and at the end; an error on one is raised on
     all. ``function`` is not called for empty parts, so it must not talk to other ranks.
     """
     world = current_world()
-    _check(length, keep)
-    agree((length, keep), "what predict() was asked for")
-    sink = Memory(length, keep)
-    walk = _Walk(parts, function, length, world, on_rank(0)(lambda: uuid4().hex[:12])())
+    folder = None if out is None else Path(out).absolute()
+    _check(length, keep, folder, format)
+    agree((length, keep, folder, format), "what predict() was asked for")
+    token = on_rank(0)(lambda: uuid4().hex[:12])()
+    sink = Memory(length, keep) if folder is None else Folder(folder, format, length, token)
+    walk = _Walk(parts, function, length, world, token)
     try:
+        sink.prepare()
         schema = _agreed(together(walk.first))
         sink.open(schema)
         tallies = together(lambda: walk.rest(sink, schema))
@@ -81,7 +93,7 @@ class _Walk:
         self._pending = (part.indices.numpy(), values)
         return schema
 
-    def rest(self, sink: Memory, schema: Schema) -> Tally:
+    def rest(self, sink: Memory | Folder, schema: Schema) -> Tally:
         """Predict the other parts. When a rank fails, the others stop early and meet it."""
         try:
             if self._pending is not None:
@@ -105,7 +117,7 @@ class _Walk:
         with torch.no_grad():
             return read(self._function(part), part.weight)
 
-    def _keep(self, sink: Memory, indices: Indices, values: list[Any]) -> None:
+    def _keep(self, sink: Memory | Folder, indices: Indices, values: list[Any]) -> None:
         self._tally.add(indices)
         sink.add(indices, values)
 
@@ -121,11 +133,19 @@ class _Walk:
         return bool(world.store.check([self._stop]))
 
 
-def _check(length: int, keep: Keep) -> None:
+def _check(length: int, keep: Keep, out: Path | None, format: Format) -> None:
     if length < 1:
         raise SettingError(f"length={length}: there is nothing to predict; give the data's length.")
     if keep not in get_args(Keep):
         raise SettingError(f"keep={keep!r}; give 'all' (every rank) or 'first' (rank 0).")
+    if format not in get_args(Format):
+        raise SettingError(f"format={format!r}; choose from {', '.join(get_args(Format))}.")
+    if out is None and format != "npy":
+        raise SettingError(f"format={format!r} is for predictions on disk; give out= as well.")
+    if out is not None and keep != "all":
+        raise SettingError(f"keep={keep!r} is for predictions in memory; leave it or out= away.")
+    if format == "parquet":
+        parquet.check_installed()
 
 
 def _agreed(schemas: list[Schema | None]) -> Schema:

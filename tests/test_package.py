@@ -18,8 +18,11 @@ LAYERS = [
     {"variables", "tree", "permutation", "plan", "seeding", "lifeline", "blame"},
     {"store", "board", "devices", "packing", "objective"},
     {"world"},
-    {"turn", "meeting", "collectives"},
-    {"fetching", "copying", "part", "loader", "replica", "stepping", "layers", "data"},
+    {"turn", "meeting", "collectives", "parcel"},
+    {
+        *("fetching", "copying", "part", "loader", "replica", "stepping", "layers", "data"),
+        *("merging", "states", "inventory", "metrics"),
+    },
     {"worker", "launcher", "member", "crew"},
     {"testing", "demo"},
     {"cli", "__main__"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from torchmetrics.utilities import data as reductions
 
 from evenly.errors import DisagreementError, SettingError
 from evenly.merging import RULES, Order, Rows, join, merge_tensors, merge_values
+from evenly.objective import Total
 from evenly.tree import leaves, map_leaves
 
 _NAMES = {
@@ -61,6 +63,14 @@ class Holder(ABC):
     @abstractmethod
     def borrow(self, reports: Sequence[Report], order: Order | None) -> None:
         """Hold what all ranks' reports amount to, until `restore`."""
+
+    @abstractmethod
+    def snapshot(self) -> dict[str, Any]:
+        """A copy of this rank's state, for a checkpoint."""
+
+    @abstractmethod
+    def load(self, snapshot: Mapping[str, Any]) -> None:
+        """Go on from a snapshot."""
 
     def restore(self) -> None:
         for name, value in self._saved.items():
@@ -126,6 +136,20 @@ class MetricHolder(Holder):
             device = self._device(name)
             value = self._merged(name, rule, active, reports, order)
             self._set(name, map_leaves(partial(_moved, device=device), value))
+
+    def snapshot(self) -> dict[str, Any]:
+        # Tensors that are no states are kept, too: such as the extremes of a MinMaxMetric.
+        own, states = vars(self.metric), self.metric._defaults
+        kept = {name: v for name, v in own.items() if name in states or isinstance(v, Tensor)}
+        copied = {name: map_leaves(_copied, value) for name, value in kept.items()}
+        return {"updates": self.metric._update_count, "values": copied}
+
+    def load(self, snapshot: Mapping[str, Any]) -> None:
+        for name, value in snapshot["values"].items():
+            device = self._device(name)
+            vars(self.metric)[name] = map_leaves(partial(_moved, device=device), value)
+        self.metric._update_count = snapshot["updates"]
+        self.metric._computed = None
 
     def _merged(
         self,
@@ -208,6 +232,12 @@ class CollectionHolder(Holder):
     def borrow(self, reports: Sequence[Report], order: Order | None) -> None:
         self._set("_state_is_copy", self.metric._state_is_copy)
 
+    def snapshot(self) -> dict[str, Any]:
+        return {"updates": 0, "values": {}}  # its metrics have theirs
+
+    def load(self, snapshot: Mapping[str, Any]) -> None:
+        pass
+
 
 class ObjectHolder(Holder):
     """An object with a sync rule of its own: ``synced``, from attribute to rule."""
@@ -236,6 +266,18 @@ class ObjectHolder(Holder):
             if len(reports) > 1:
                 self._set(name, merge_values(rule, [report.values[name] for report in reports]))
 
+    def snapshot(self) -> dict[str, Any]:
+        values = {name: deepcopy(getattr(self.metric, name)) for name in self.metric.synced}
+        for name, value in values.items():
+            if isinstance(value, Total):  # files are read without classes of ours
+                values[name] = [value.sum.detach(), value.weight]
+        return {"updates": 0, "values": values}
+
+    def load(self, snapshot: Mapping[str, Any]) -> None:
+        for name, value in snapshot["values"].items():
+            total = isinstance(getattr(self.metric, name, None), Total)
+            setattr(self.metric, name, Total(*value) if total else deepcopy(value))
+
 
 def _settings(attributes: Mapping[str, Any], but: set[str]) -> dict[str, Any]:
     return {name: v for name, v in attributes.items() if name not in but and _plain(v)}
@@ -251,6 +293,10 @@ def _entries(value: Any) -> list[Any]:
     if isinstance(value, Rows):
         return list(value.entries())
     return value if isinstance(value, list) else [value]
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else deepcopy(leaf)
 
 
 def _moved(leaf: Any, device: torch.device) -> Any:

@@ -108,7 +108,7 @@ def digits(start: int, stop: int) -> tuple[Tensor, Tensor]:
     return (x[start:stop] @ torch.linspace(-1, 1, 640).reshape(64, 10)).softmax(1), y[start:stop]
 
 
-def counted() -> tuple[int, dict[str, Tensor]]:
+def counted(samples: int) -> tuple[int, dict[str, Tensor]]:
     with evenly.open_world() as world:
         metrics: dict[str, Any] = {
             "seven": seven(),
@@ -117,7 +117,7 @@ def counted() -> tuple[int, dict[str, Tensor]]:
         }
         if world.rank < world.size - 1:
             for batch in range(3):
-                scores, labels = digits(100 * world.rank + 10 * batch, 100 * world.rank + 40)
+                scores, labels = digits(100 * world.rank + batch, 100 * world.rank + samples)
                 metrics["seven"].update(scores, labels)
         group: Any = dist.group.WORLD  # it counts its collectives
         before = group._get_sequence_number_for_group()
@@ -158,10 +158,11 @@ class ErrorCount:
         return {"rate": rate, "worst": self.worst, "n": len(self.places), "kinds": self.kinds}
 
 
-def test_any_structure_of_metrics_costs_two_collectives() -> None:
-    for collectives, values in run_ranks(counted, 3):
-        assert collectives == 2
-        assert len(values) == 7
+def test_any_structure_of_metrics_costs_one_collective_or_with_many_samples_two() -> None:
+    for samples, expected in ((20, 1), (100, 2)):
+        for collectives, values in run_ranks(counted, 3, samples):
+            assert collectives == expected
+            assert len(values) == 7
 
 
 def left_alone() -> list[Any]:

@@ -88,29 +88,17 @@ def _mean(stacked: Tensor, weights: Sequence[int]) -> Tensor:
     return (stacked * shares).sum(0).to(kind)
 
 
-class Rows(NamedTuple):
-    """Many entries of a "cat" state as one tensor, because many small ones travel slowly."""
+def join(entries: list[Any]) -> list[Any]:
+    """The entries of a "cat" state in one tensor, because many small ones travel slowly.
 
-    joined: Tensor
-    lengths: list[int]
-    """Of each entry; -1 for a number, which has no rows."""
-
-    def entries(self) -> list[Tensor]:
-        pieces = self.joined.split([abs(length) for length in self.lengths])
-        return [
-            piece.reshape(()) if length < 0 else piece
-            for piece, length in zip(pieces, self.lengths, strict=True)
-        ]
-
-
-def join(entries: list[Any]) -> Rows | list[Any]:
-    """The entries of a "cat" state as one tensor, if they fit together; else as they are."""
-    if not entries or not all(isinstance(entry, Tensor) for entry in entries):
+    Only if they fit together, and not if they are single numbers: of these, some metrics make more
+    than their concatenation.
+    """
+    if len(entries) < 2 or any(not isinstance(e, Tensor) or e.dim() == 0 for e in entries):
         return entries
-    rows = [entry.reshape(1) if entry.dim() == 0 else entry for entry in entries]
-    if len({(row.dtype, row.device, row.shape[1:]) for row in rows}) > 1:
+    if len({(entry.dtype, entry.device, entry.shape[1:]) for entry in entries}) > 1:
         return entries
-    return Rows(torch.cat(rows), [len(entry) if entry.dim() else -1 for entry in entries])
+    return [torch.cat(entries)]
 
 
 class Order(NamedTuple):
@@ -134,19 +122,17 @@ class Order(NamedTuple):
             return [entries[place] for place in self.places.tolist()]
         if rule != "cat" or not len(self.places):
             return entries
+        rows = [sum(map(_rows, own)) for own in values]
+        each = max(1, sum(rows) // len(self.places))
         joined = join(entries)
-        if isinstance(joined, Rows):
-            rows = [sum(map(_length, own)) for own in values]
-            each = max(1, sum(rows) // len(self.places))
-            if rows == [each * count for count in self.counts]:
-                samples = joined.joined.reshape(len(self.places), -1)
-                chosen = samples[self.places.to(samples.device)]
-                return [chosen.reshape(joined.joined.shape)]
-        return entries
+        if len(joined) > 1 or rows != [each * count for count in self.counts]:
+            return entries
+        samples = joined[0].reshape(len(self.places), -1)
+        return [samples[self.places.to(samples.device)].reshape(joined[0].shape)]
 
 
-def _length(entry: Tensor) -> int:
-    return len(entry) if entry.dim() else 1
+def _rows(entry: Any) -> int:
+    return len(entry) if isinstance(entry, Tensor) and entry.dim() else 1
 
 
 def _add(one: Any, other: Any) -> Any:

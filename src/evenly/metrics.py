@@ -35,10 +35,10 @@ _HALF = (torch.float16, torch.bfloat16)
 def compute(metrics: Any, *, positions: Tensor | None = None, group: Group = None) -> Any:
     """The value of each metric over all ranks, in the structure that was given.
 
-    Two collectives, whatever the metrics: every rank calls it, one without samples too. Each
-    metric's own state is as before afterwards. ``positions`` are those of this rank's samples in
-    the data set, in the order of updates: states that are lists of samples are then put in that
-    order, else they are in rank order. Refuses what cannot be merged, on all ranks.
+    At most two collectives, whatever the metrics: every rank calls it, one without samples too.
+    Refuses what cannot be merged, on all ranks. Each metric's own state is as before afterwards.
+    ``positions`` are those of this rank's samples in the data set, in the order of updates: states
+    that are lists of samples are then put in that order, else they are in rank order.
     """
     holders, problem, told = [], None, _Told("", [], None)
     try:

@@ -6,6 +6,7 @@ import io
 import itertools
 import math
 import pickle
+import struct
 from typing import Any, TypeVar
 
 import torch
@@ -20,10 +21,15 @@ T = TypeVar("T")
 
 # Every tensor starts at a multiple of this, so that its bytes can be viewed as any type again.
 _ALIGNMENT = 16
+# In front of a parcel: the bytes of its text and of its tensors, both aligned.
+_HEAD = 16
+# What the first collective carries. The sums and counts of a dozen metrics fit.
+_SMALL = 16_384
 
 
 def exchange(value: T, what: str, *, group: Group = None) -> list[T]:
-    """Each rank's ``value``, in rank order, on every rank. Two collectives, whatever is in it.
+    """Each rank's ``value``, in rank order, on every rank. One collective if all parcels are
+    small, else two, whatever is in them.
 
     Tensors travel as bytes beside the rest, which is pickled, and each only once. They arrive
     detached, on the CPU if they left from there, else on the world's device. A value that cannot
@@ -34,18 +40,22 @@ def exchange(value: T, what: str, *, group: Group = None) -> list[T]:
     wire = wire_for(current_world().device, group)
     parcel = _pack(value)
     with meeting(what):
-        sizes = torch.tensor([len(parcel.text), parcel.size], device=wire)
-        everyone = sizes.new_empty((size_of(group), 2))
-        dist.all_gather(list(everyone.unbind()), sizes, group=group)
-        lengths, totals = everyone.t().tolist()
-        sent = parcel.bytes(max(map(sum, zip(map(_aligned, lengths), totals, strict=True))), wire)
-        received = sent.new_empty((len(lengths), len(sent)))
-        dist.all_gather(list(received.unbind()), sent, group=group)
-    opened = [_open(row, length) for row, length in zip(received, lengths, strict=True)]
+        received = _gather(parcel.bytes(_SMALL, wire), group)
+        heads = received[:, :_HEAD].cpu().view(torch.int64)
+        largest = int(heads.sum(1).max()) + _HEAD
+        if largest > _SMALL:
+            received = _gather(parcel.bytes(largest, wire), group)
+    opened = [_open(row, *head) for row, head in zip(received, heads.tolist(), strict=True)]
     for rank, found in enumerate(opened):
         if isinstance(found, _Unsendable):
             raise SettingError(f"{what}: rank {rank} holds a value that {found.reason}")
     return opened
+
+
+def _gather(sent: Tensor, group: Group) -> Tensor:
+    received = sent.new_empty((size_of(group), len(sent)))
+    dist.all_gather(list(received.unbind()), sent, group=group)
+    return received
 
 
 class _Unsendable:
@@ -79,11 +89,16 @@ class _Parcel(pickle.Pickler):
         return self._places[id(value)]
 
     def bytes(self, total: int, wire: torch.device) -> Tensor:
-        """The text, then the tensors, as ``total`` bytes."""
+        """Head, text and tensors as ``total`` bytes; the head alone if they do not fit."""
+        length = _aligned(len(self.text))
+        head = bytearray(struct.pack("=qq", length, self.size))
+        if _HEAD + length + self.size > total:
+            head += bytes(total - _HEAD)
+            return torch.frombuffer(head, dtype=torch.uint8).to(wire)
         buffer = torch.zeros(total, dtype=torch.uint8, device=wire)
-        text = torch.frombuffer(bytearray(self.text), dtype=torch.uint8)
+        text = torch.frombuffer(head + self.text, dtype=torch.uint8)
         buffer[: len(text)] = text.to(wire)
-        start = _aligned(len(text))
+        start = _HEAD + length
         # One copy for all tensors of a device: each would wait for the GPU.
         for device, run in itertools.groupby(self._tensors, lambda tensor: tensor.device):
             pieces = list(run)
@@ -120,9 +135,10 @@ def _pack(value: Any) -> _Parcel:
         return _Parcel(_Unsendable(f"cannot be pickled ({type(error).__name__}: {error})."))
 
 
-def _open(row: Tensor, length: int) -> Any:
-    text = row[:length].cpu().numpy().tobytes()
-    return _Opener(text, row[_aligned(length) :]).load()
+def _open(row: Tensor, length: int, size: int) -> Any:
+    start = _HEAD + length
+    text = row[_HEAD:start].cpu().numpy().tobytes()  # what pads it is after the pickle's end
+    return _Opener(text, row[start : start + size]).load()
 
 
 def _fill(buffer: Tensor, pieces: list[Tensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from enum import Enum
 from functools import partial
@@ -16,7 +16,7 @@ from torchmetrics.metric import CompositionalMetric
 from torchmetrics.utilities import data as reductions
 
 from evenly.errors import DisagreementError, SettingError
-from evenly.merging import RULES, Order, Rows, join, merge_tensors, merge_values
+from evenly.merging import RULES, Order, join, merge_tensors, merge_values
 from evenly.objective import Total
 from evenly.tree import leaves, map_leaves
 
@@ -97,12 +97,13 @@ class MetricHolder(Holder):
     """A metric of torchmetrics."""
 
     metric: Metric
+    _touched = False
 
     def report(self, joined: dict[int, Any]) -> Report:
         own = vars(self.metric)
         values = {name: own[name] for name in self.metric._defaults if name in own}
         rules = {name: self._rule(name) for name in values}
-        touched = self.metric._update_count > 0 or not self._as_reset(values)
+        touched = self._touched = self.metric._update_count > 0 or not self._as_reset(values)
         for name, value in values.items():
             if rules[name][0] == "cat" and isinstance(value, list) and len(value) > 1:
                 if id(value) not in joined:
@@ -112,7 +113,7 @@ class MetricHolder(Holder):
             self.path,
             kind_of(self.metric),
             rules,
-            _settings(own, {*base_attributes(), *self.metric._defaults}),
+            _settings(own, but=(base_attributes(), self.metric._defaults)),
             values if touched else {},
             self.metric._update_count,
             touched,
@@ -127,7 +128,7 @@ class MetricHolder(Holder):
         if len(reports) == 1 or not active:
             return
         first = active[0]
-        if vars(metric).get("_update_count") and not self._saved["_update_count"]:
+        if not self._touched:
             # Some metrics learn settings from the first batch, which this rank has not seen.
             for name, setting in first.settings.items():
                 if not isinstance(setting, Tensor) or vars(metric).get(name) is None:
@@ -258,7 +259,7 @@ class ObjectHolder(Holder):
                 )
             rules[name] = (rule if isinstance(rule, str) else _name_of(rule), "")
         values = {name: getattr(self.metric, name) for name in rules}
-        settings = _settings(getattr(self.metric, "__dict__", {}), {*rules, "synced"})
+        settings = _settings(getattr(self.metric, "__dict__", {}), but=(rules, ("synced",)))
         return Report(self.path, kind_of(self.metric), rules, settings, values, 0, True)
 
     def borrow(self, reports: Sequence[Report], order: Order | None) -> None:
@@ -279,8 +280,15 @@ class ObjectHolder(Holder):
             setattr(self.metric, name, Total(*value) if total else deepcopy(value))
 
 
-def _settings(attributes: Mapping[str, Any], but: set[str]) -> dict[str, Any]:
-    return {name: v for name, v in attributes.items() if name not in but and _plain(v)}
+def _settings(
+    attributes: Mapping[str, Any], but: tuple[Collection[str], Collection[str]]
+) -> dict[str, Any]:
+    one, other = but
+    return {
+        name: value
+        for name, value in attributes.items()
+        if name not in one and name not in other and _plain(value)
+    }
 
 
 def _plain(value: Any) -> bool:
@@ -290,8 +298,6 @@ def _plain(value: Any) -> bool:
 
 
 def _entries(value: Any) -> list[Any]:
-    if isinstance(value, Rows):
-        return list(value.entries())
     return value if isinstance(value, list) else [value]
 
 

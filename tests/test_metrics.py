@@ -234,6 +234,7 @@ class Everything(Metric):
         self.add_state("flag", torch.tensor(False), "sum")
         self.add_state("half", torch.zeros(1, dtype=torch.float16), "sum")
         self.add_state("whole", torch.tensor(2**53), "sum")
+        self.add_state("number", torch.tensor(0.0), "sum")
         self.add_state("rows", [], "cat")
         self.add_state("odd", [], None)
 
@@ -244,6 +245,7 @@ class Everything(Metric):
         for name in ("small", "half", "from_one", "whole"):
             values[name] = values[name] + rank + 1
         values["custom"] = torch.tensor(rank + 2.0)
+        values["number"] = rank + 0.5
         values["flag"] = torch.tensor(rank == 1)
         values["grown"] = torch.cat([values["grown"], torch.full((rank + 1,), float(rank))])
         values["rows"] += [torch.full((rank, 2), rank, dtype=torch.bfloat16), torch.ones(1, 2)]
@@ -274,6 +276,7 @@ def test_each_reduction_and_type_is_merged_and_a_rank_without_samples_counts_for
         assert (found["small"].item(), found["small"].dtype) == (5, torch.uint8)
         assert (found["half"].item(), found["half"].dtype) == (5.0, torch.float16)
         assert (found["flag"].item(), found["flag"].dtype) == (True, torch.bool)
+        assert found["number"].item() == 2.0, "numbers in place of tensors"
         assert found["whole"].item() == 2**53 + 5, "integers are not rounded"
         assert [list(rows.shape) for rows in found["rows"]] == [[0, 2], [1, 2], *[[1, 2]] * 4]
         assert found["rows"][2].dtype == torch.bfloat16

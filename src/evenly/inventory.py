@@ -173,7 +173,7 @@ def _refuse(path: str, metric: Metric, several: bool) -> None:
     if own and not type(metric)._sync_dist.__module__.startswith("torchmetrics."):
         raise SettingError(
             f"{who} has a _sync_dist of its own, which compute() would not use. Declare what it "
-            "holds with add_state() and a dist_reduce_fx, or give it the rules as `synced`."
+            "holds with add_state() and a dist_reduce_fx, and leave _sync_dist out."
         )
 
 

@@ -42,8 +42,9 @@ def compute(metrics: Any, *, positions: Tensor | None = None, group: Group = Non
     """
     holders, problem, told = [], None, _Told("", [], None)
     try:
-        holders = find_holders(metrics, several=size_of(group) > 1)
-        joined: dict[int, Any] = {}
+        several = size_of(group) > 1
+        holders = find_holders(metrics, several=several)
+        joined: dict[int, Any] | None = {} if several else None
         told = _Told("", [holder.report(joined) for holder in holders], positions)
     except Exception as error:
         # Told to the others, who would wait for this rank in the exchange.
@@ -95,8 +96,8 @@ def copies(metrics: Any, *, device: torch.device | None = None) -> Any:
 def local_state(metrics: Any) -> dict[str, Any]:
     """A copy of what this rank's metrics hold, as tensors and plain values, for a checkpoint.
 
-    It belongs to this rank of this many: on another number of processes, start over. Objects of
-    one's own are kept by their sync rules; without any they are refused.
+    It belongs to this rank of this many: on another number of processes, start over. What
+    `compute` refuses on several ranks is refused here too, on one as well.
     """
     found = find_holders(metrics, several=True)
     return {"version": _VERSION, "metrics": {h.path: h.snapshot() for h in found}}
@@ -155,7 +156,7 @@ def _compute_alone(metric: Any) -> Any:
     with contextlib.ExitStack() as stack:
         for holder in find_holders(metric, several=False):
             stack.callback(holder.restore)
-            holder.borrow([holder.report({})], None)
+            holder.borrow([holder.report(None)], None)
         return metric.compute()
 
 

@@ -28,7 +28,9 @@ _NAMES = {
     reductions.dim_zero_cat: "cat",
     None: "none",
 }
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, Enum, Tensor)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, Enum)
+_LARGEST_SETTING = 2**20
+"""Bytes of a tensor that is no state and is told all the same, for ranks that lack it."""
 _MISSING = object()
 
 
@@ -57,8 +59,10 @@ class Holder(ABC):
         self._saved: dict[str, Any] = {}
 
     @abstractmethod
-    def report(self, joined: dict[int, Any]) -> Report:
-        """``joined`` remembers list states that several metrics share."""
+    def report(self, joined: dict[int, Any] | None) -> Report:
+        """``joined`` remembers list states that several metrics share; None leaves lists as they
+        are.
+        """
 
     @abstractmethod
     def borrow(self, reports: Sequence[Report], order: Order | None) -> None:
@@ -99,24 +103,21 @@ class MetricHolder(Holder):
     metric: Metric
     _touched = False
 
-    def report(self, joined: dict[int, Any]) -> Report:
-        own = vars(self.metric)
-        values = {name: own[name] for name in self.metric._defaults if name in own}
+    def report(self, joined: dict[int, Any] | None) -> Report:
+        metric, own = self.metric, vars(self.metric)
+        values = {name: _tensor(own[name]) for name in metric._defaults if name in own}
         rules = {name: self._rule(name) for name in values}
-        touched = self._touched = self.metric._update_count > 0 or not self._as_reset(values)
-        for name, value in values.items():
-            if rules[name][0] == "cat" and isinstance(value, list) and len(value) > 1:
-                if id(value) not in joined:
-                    joined[id(value)] = join(value)
-                values[name] = joined[id(value)]
+        self._touched = metric._update_count > 0 or not self._as_reset(values)
+        if joined is not None:
+            for name, value in values.items():
+                if rules[name][0] == "cat" and isinstance(value, list):
+                    if id(value) not in joined:
+                        joined[id(value)] = join(value)
+                    values[name] = joined[id(value)]
+        settings = _settings(own, but=(base_attributes(), metric._defaults))
+        told = values if self._touched else {}
         return Report(
-            self.path,
-            kind_of(self.metric),
-            rules,
-            _settings(own, but=(base_attributes(), self.metric._defaults)),
-            values if touched else {},
-            self.metric._update_count,
-            touched,
+            self.path, kind_of(metric), rules, settings, told, metric._update_count, self._touched
         )
 
     def borrow(self, reports: Sequence[Report], order: Order | None) -> None:
@@ -134,9 +135,7 @@ class MetricHolder(Holder):
                 if not isinstance(setting, Tensor) or vars(metric).get(name) is None:
                     self._set(name, _moved(setting, metric.device))
         for name, (rule, _) in first.rules.items():
-            device = self._device(name)
-            value = self._merged(name, rule, active, reports, order)
-            self._set(name, map_leaves(partial(_moved, device=device), value))
+            self._set(name, self._merged(name, rule, reports, order))
 
     def snapshot(self) -> dict[str, Any]:
         # Tensors that are no states are kept, too: such as the extremes of a MinMaxMetric.
@@ -152,22 +151,14 @@ class MetricHolder(Holder):
         self.metric._update_count = snapshot["updates"]
         self.metric._computed = None
 
-    def _merged(
-        self,
-        name: str,
-        rule: str,
-        active: Sequence[Report],
-        reports: Sequence[Report],
-        order: Order | None,
-    ) -> Any:
-        values = [report.values[name] for report in active]
+    def _merged(self, name: str, rule: str, reports: Sequence[Report], order: Order | None) -> Any:
+        here = partial(_moved, device=self._device(name))
+        lists = [map_leaves(here, _entries(report.values.get(name, []))) for report in reports]
+        values = [value for own in lists for value in own]
         function = self.metric._reductions.get(name)
-        if any(not isinstance(value, Tensor) for value in values):
-            lists = [_entries(report.values.get(name, [])) for report in reports]
-            if order is None:
-                entries = [entry for own in lists for entry in own]
-            else:
-                entries = order.apply(rule, lists)
+        active = [report for report in reports if report.touched]
+        if any(isinstance(report.values[name], list) for report in active):
+            entries = values if order is None else order.apply(rule, lists)
             custom = rule not in _NAMES.values() and len(active) > 1
             return function(entries) if custom and callable(function) else entries
         if len(values) == 1:
@@ -198,9 +189,10 @@ class MetricHolder(Holder):
         for name, value in values.items():
             default = self.metric._defaults[name]
             if isinstance(value, Tensor) and isinstance(default, Tensor):
-                if not torch.equal(value.to(default), default):
-                    return False
-            elif len(value):
+                same = value.shape == default.shape and value.to(default.device).eq(default).all()
+            else:
+                same = value == default == []
+            if not same:
                 return False
         return True
 
@@ -224,7 +216,7 @@ class CollectionHolder(Holder):
 
     metric: MetricCollection
 
-    def report(self, joined: dict[int, Any]) -> Report:
+    def report(self, joined: dict[int, Any] | None) -> Report:
         formed = self.metric._groups_checked and bool(self.metric._enable_compute_groups)
         groups = sorted(sorted(map(str, group)) for group in self.metric._groups.values())
         settings = {"compute_groups": groups} if formed else {}
@@ -243,7 +235,7 @@ class CollectionHolder(Holder):
 class ObjectHolder(Holder):
     """An object with a sync rule of its own: ``synced``, from attribute to rule."""
 
-    def report(self, joined: dict[int, Any]) -> Report:
+    def report(self, joined: dict[int, Any] | None) -> Report:
         who, rules = f"{self.path} ({kind_of(self.metric)})", {}
         for name, rule in self.metric.synced.items():
             if isinstance(rule, str) and rule not in RULES:
@@ -291,10 +283,17 @@ def _settings(
     }
 
 
-def _plain(value: Any) -> bool:
+def _plain(value: Any, nested: bool = False) -> bool:
     if isinstance(value, list | tuple | set | frozenset):
-        return all(map(_plain, value))
+        return all(_plain(inner, nested=True) for inner in value)
+    if isinstance(value, Tensor):
+        return not nested and value.numel() * value.element_size() <= _LARGEST_SETTING
     return isinstance(value, _PLAIN)
+
+
+def _tensor(value: Any) -> Any:
+    """A number that an update put in place of its state's tensor, as a tensor again."""
+    return torch.tensor(value) if isinstance(value, bool | int | float) else value
 
 
 def _entries(value: Any) -> list[Any]:
@@ -324,8 +323,6 @@ def base_attributes() -> frozenset[str]:
     """What every metric of torchmetrics has."""
     global _base
     if not _base:
-        _base = frozenset(vars(CompositionalMetric(torch.abs, 0.0, None))) - {
-            "metric_a",
-            "metric_b",
-        }
+        bare = CompositionalMetric(torch.abs, 0.0, None)
+        _base = frozenset(vars(bare)) - {"metric_a", "metric_b", "op"}
     return _base

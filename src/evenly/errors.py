@@ -16,7 +16,11 @@
     │   ├── SampleError       fetching one sample raised; it names the index
     │   └── CollateError      samples could not be put into a batch; it names the indices
     ├── StorageError          files could not be written, or are not what they should be
+    ├── TrainingError         training cannot go on
+    │   └── LossError         the loss is no number to train on; it names the step
     └── LaunchError           processes could not be started, or one of them failed
+
+    EvenlyWarning             the run goes on, but its numbers depend on something (a UserWarning)
 """
 
 from collections.abc import Sequence
@@ -24,6 +28,9 @@ from collections.abc import Sequence
 
 class EvenlyError(Exception):
     """Base of all errors that Evenly raises on purpose."""
+
+    agreed = False
+    """Whether every rank raises it at the same point, so that none is left waiting."""
 
 
 class SettingError(EvenlyError, ValueError):
@@ -48,6 +55,8 @@ class DeviceError(WorldError):
 
 class DisagreementError(WorldError):
     """Ranks were meant to hold the same value and do not. Raised on every rank."""
+
+    agreed = True
 
 
 class LateError(WorldError):
@@ -97,6 +106,22 @@ class CollateError(DataError):
 
 class StorageError(EvenlyError):
     """Files could not be written or read, or are not whole."""
+
+
+class TrainingError(EvenlyError):
+    """Training cannot go on."""
+
+
+class LossError(TrainingError):
+    """The loss is no number to train on: not one number, not finite, or of no weight."""
+
+    def __init__(self, message: str, *, agreed: bool = False) -> None:
+        super().__init__(message)
+        self.agreed = agreed
+
+
+class EvenlyWarning(UserWarning):
+    """The run goes on, but its numbers depend on something that the user may not know of."""
 
 
 class LaunchError(EvenlyError):

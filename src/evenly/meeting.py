@@ -22,6 +22,8 @@ def meeting(what: str) -> Iterator[None]:
             f"{what} inside on_rank() would wait for ranks that wait for this section to end. "
             "Do it before or after."
         )
+    if world.absent:
+        raise WorldError(f"{what} would wait for ever: {world.absent}")
     if world.board is not None:
         world.board.check()
     try:

@@ -67,6 +67,10 @@ class Part:
         return loss * (self.weight * self.world.size / self.global_weight)
 
     def _share_total(self, total: Total, of: float | None) -> Tensor:
+        if not isinstance(total.sum, Tensor):
+            raise SettingError(
+                f"the sum of a Total is {total.sum!r}, which has no gradient; give a tensor."
+            )
         if of is None:
             if self._progress.cut:
                 raise SettingError(
@@ -91,23 +95,14 @@ class Part:
         runs as the one with most samples needs, so that layers which meet other ranks (such as
         `SyncBatchNorm`) meet the same run; with fewer samples the last ones may be empty.
         """
-        _, largest = split(self.global_weight, 0, self.world.size)
-        runs = max(1, len(microbatches(largest, limit)))
-        bounds = [split(self.weight, run, runs) for run in range(runs)]
+        runs = self.cut(limit)
         replicas = [r for r in (reference() for reference in self.world.replicas) if r is not None]
         self._progress.walking = True
         try:
-            for number, (start, stop) in enumerate(bounds):
-                last = number == len(bounds) - 1
+            for micro in runs:
+                last = micro is runs[-1]
                 for replica in replicas:
                     replica.require_backward_grad_sync = last
-                micro = replace(
-                    self,
-                    data=_rows(self.data, start, stop, self.weight) if bounds[1:] else self.data,
-                    indices=self.indices[start:stop],
-                    weight=stop - start,
-                    _progress=_Progress(cut=len(bounds) > 1),
-                )
                 yield micro
                 if not last and torch.is_grad_enabled() and not micro._progress.shared:
                     raise SettingError(
@@ -119,6 +114,22 @@ class Part:
             self._progress.walking = False
             for replica in replicas:
                 replica.require_backward_grad_sync = True
+
+    def cut(self, limit: int) -> list[Part]:
+        """The runs that `microbatches` walks, all at once."""
+        _, largest = split(self.global_weight, 0, self.world.size)
+        runs = max(1, len(microbatches(largest, limit)))
+        bounds = [split(self.weight, run, runs) for run in range(runs)]
+        return [
+            replace(
+                self,
+                data=rows(self.data, start, stop, self.weight) if runs > 1 else self.data,
+                indices=self.indices[start:stop],
+                weight=stop - start,
+                _progress=_Progress(cut=runs > 1),
+            )
+            for start, stop in bounds
+        ]
 
 
 @dataclass
@@ -134,16 +145,17 @@ class _Progress:
 _PLAIN = (str, bytes, int, float, complex, type(None))
 
 
-def _rows(data: Any, start: int, stop: int, count: int) -> Any:
+def rows(data: Any, start: int, stop: int, count: int) -> Any:
+    """The samples from ``start`` to ``stop`` of a batch of ``count``, in the batch's structure."""
     if isinstance(data, Mapping):
-        return {name: _rows(value, start, stop, count) for name, value in data.items()}
+        return {name: rows(value, start, stop, count) for name, value in data.items()}
     if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(_rows(value, start, stop, count) for value in data))
+        return type(data)(*(rows(value, start, stop, count) for value in data))
     if isinstance(data, list | tuple):
         # One plain value for each sample; a list of fields holds tensors or structures.
         if len(data) == count and all(isinstance(value, _PLAIN) for value in data):
             return data[start:stop]
-        return type(data)(_rows(value, start, stop, count) for value in data)
+        return type(data)(rows(value, start, stop, count) for value in data)
     if isinstance(data, Tensor) and data.dim():
         if data.shape[0] != count:
             raise DataError(

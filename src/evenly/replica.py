@@ -3,12 +3,12 @@
 import weakref
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from evenly.collectives import broadcast
 from evenly.errors import SettingError
+from evenly.layers import SyncBatchNorm
+from evenly.matching import OnDifference, place, repair, spans_devices
 from evenly.world import current_world
 
 
@@ -49,28 +49,52 @@ class Replica(DistributedDataParallel):
         return super().forward(*inputs, **kwargs)
 
 
-def replicate(model: nn.Module, *, find_unused_parameters: bool = False) -> nn.Module:
+def replicate(
+    model: nn.Module,
+    *,
+    find_unused_parameters: bool = False,
+    on_difference: OnDifference = "repair",
+) -> nn.Module:
     """The model on the world's device, kept equal on all processes.
 
     Alone it is the module itself. With several processes it is torch's DistributedDataParallel
-    around it, whose construction copies rank 0's weights to all and whose backward pass averages
-    gradients; `Part.share` turns that average into the gradient of the mean over the whole step.
-    ``find_unused_parameters`` is for models that leave parameters out of some steps.
+    around it, whose backward pass averages gradients; `Part.share` turns that average into the
+    gradient of the mean over the whole step. A meeting of all ranks: they compare parameters and
+    buffers first, and take rank 0's where they differ, or refuse. A model that lies on several
+    devices already stays there. ``find_unused_parameters`` is for models that leave parameters
+    out of some steps.
     """
     world = current_world()
     if not isinstance(model, nn.Module):
         raise SettingError(f"replicate() takes a torch module; it was given {model!r}.")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise SettingError(
-            f"{type(model).__name__} has no parameter that is trained, so there is nothing to keep "
-            "equal. Use the module itself, or set requires_grad on what should be trained."
-        )
-    model = model.to(world.device)
+    check_trainable(model)
+    place(model, world.device)
     if world.size == 1:
         return model
+    repair(model, on_difference)
+    # device_ids let torch move inputs too, which a model over several devices does itself.
+    one = world.device.type == "cuda" and not spans_devices(model)
+    return wrap(model, find_unused_parameters, device_ids=[world.device.index] if one else None)
+
+
+def wrap(
+    module: nn.Module, find_unused_parameters: bool, device_ids: list[int | None] | None = None
+) -> Replica:
+    """A replica that the world knows of. Ranks must hold equal parameters already.
+
+    Statistics of `SyncBatchNorm` are left out of DDP's exchange of buffers: they are equal anyway.
+    """
+    world = current_world()
+    equal = [
+        f"{name}.{buffer}" if name else buffer
+        for name, layer in module.named_modules()
+        if isinstance(layer, SyncBatchNorm)
+        for buffer, _ in layer.named_buffers(recurse=False)
+    ]
+    Replica._set_params_and_buffers_to_ignore_for_model(module, equal)
     replica = Replica(
-        model,
-        device_ids=[world.device.index] if world.device.type == "cuda" else None,
+        module,
+        device_ids=device_ids,
         process_group=world.group,
         gradient_as_bucket_view=True,
         find_unused_parameters=find_unused_parameters,
@@ -79,15 +103,9 @@ def replicate(model: nn.Module, *, find_unused_parameters: bool = False) -> nn.M
     return replica
 
 
-def match(*models: nn.Module) -> None:
-    """Give every rank rank 0's parameters and buffers, in place, and move them to the device.
-
-    For modules that are trained without `replicate`; a meeting of all ranks.
-    """
-    world = current_world()
-    for model in models:
-        model.to(world.device)
-        with torch.no_grad():
-            state = {n: t for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
-            for name, value in broadcast(state).items():
-                state[name].copy_(value)
+def check_trainable(model: nn.Module) -> None:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise SettingError(
+            f"{type(model).__name__} has no parameter that is trained, so there is nothing to keep "
+            "equal. Use the module itself, or set requires_grad on what should be trained."
+        )

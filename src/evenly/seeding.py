@@ -163,3 +163,30 @@ class NumpyStream:
 
 
 GLOBAL_STREAMS: tuple[GlobalStream, ...] = (TorchStream(), PythonStream(), NumpyStream())
+
+
+def seed_streams(seed: int, *place: int | str) -> None:
+    """Seed every global generator, the current GPU's too, for what happens at this place."""
+    import torch
+
+    bits = key("stream", seed, *place)
+    for stream in GLOBAL_STREAMS:
+        stream.seed(bits)
+    if torch.cuda.is_initialized():
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(bits >> 1)
+
+
+@contextmanager
+def streams_kept() -> Iterator[None]:
+    """Put the global generators back afterwards, as if nothing had been drawn meanwhile."""
+    import torch
+
+    before = [(stream, stream.state()) for stream in GLOBAL_STREAMS]
+    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        for stream, state in before:
+            stream.restore(state)
+        if gpu is not None:
+            torch.cuda.set_rng_state(gpu)

@@ -263,7 +263,7 @@ class ObjectHolder(Holder):
         values = {name: deepcopy(getattr(self.metric, name)) for name in self.metric.synced}
         for name, value in values.items():
             if isinstance(value, Total):  # files are read without classes of ours
-                values[name] = [value.sum.detach(), value.weight]
+                values[name] = [torch.as_tensor(value.sum).detach(), value.weight]
         return {"updates": 0, "values": values}
 
     def load(self, snapshot: Mapping[str, Any]) -> None:

@@ -62,6 +62,10 @@ class World:
         """How many one-rank sections have been entered; equal on all ranks."""
         self.in_turn = 0
         """How deep in such sections this rank is: collectives are refused there."""
+        self.ambient = False
+        """Whether no block holds it open: it ends with the process, or when training fails."""
+        self.absent = ""
+        """Why some ranks cannot come to a meeting now, if so; it is refused then."""
         self.replicas: list[Any] = []
         """Weak references to replicated models: micro-batches hold back their gradient exchange,
         and closing makes them let go of the process group."""
@@ -93,6 +97,12 @@ class World:
                 self.fail(error)
         finally:
             self.close(failed=not leaving)
+
+    @property
+    def collectives(self) -> int:
+        """How many collectives this rank has taken part in, by whoever called them."""
+        group: Any = self.group
+        return 0 if group is None else int(group._get_sequence_number_for_group())
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks about an error that leaves this world, and raise what the user
@@ -335,12 +345,21 @@ def open_world(
     return _current
 
 
+def join_world(*, device: str | None = None, backend: str | None = None) -> World:
+    """The open world, or else one that is opened now and stays until the process ends."""
+    if _current is not None:
+        return _current
+    world = open_world(device=device, backend=backend)
+    world.ambient = True
+    return world
+
+
 def current_world() -> World:
     """The open world. Raises NoWorldError when there is none."""
     if _current is None:
         raise NoWorldError(
             "no world is open, so it is not known which processes take part. Put this inside "
-            "`with evenly.open_world():`."
+            "`with evenly.open_world():`, or make an evenly.Trainer first."
         )
     return _current
 

@@ -1,0 +1,194 @@
+"""The carrier: what ranks tell each other every step, inside the gradient exchange they do anyway.
+
+A tiny extra parameter lies in DDP's own gradient bucket. Its "gradient" is what this rank has to
+say (loss total, weight, whether to stop, which step this is), so that the sum over ranks arrives
+with the gradients and no collective is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_SLOTS = 5  # loss total, weight, stop, step tag, its square
+_TAGS = 16  # tags are small, so that their squares add up exactly enough over many ranks
+
+
+class News(NamedTuple):
+    """What all ranks said in one step, added up."""
+
+    total: float
+    """Of the loss."""
+    weight: float
+    stop: bool
+    """Whether any rank wants to stop."""
+    apart: bool
+    """Whether the ranks were at different steps."""
+
+
+class Message:
+    """The news of a step, perhaps still on its way from a GPU."""
+
+    def __init__(self, values: Tensor | list[float], size: int) -> None:
+        self._size = size
+        self._values = values
+        self._event: torch.cuda.Event | None = None
+        if isinstance(values, Tensor) and values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> News:
+        """The news; waits for them if need be."""
+        if self._event is not None:
+            self._event.synchronize()
+        values = self._values.tolist() if isinstance(self._values, Tensor) else self._values
+        total, weight, stop, tag, square = values
+        return News(
+            total=total * self._size,
+            weight=weight * self._size,
+            stop=stop * self._size > 0.5,
+            # The variance of the tags: 0, or at least about 1 / ranks.
+            apart=square - tag * tag > 0.5 / self._size,
+        )
+
+
+class Carriage(nn.Module):
+    """Modules that are trained, and the carrier, as DDP sees them.
+
+    Its forward pass runs ``function``, which may use the modules in any way, so that all of the
+    user's code lies inside DDP's forward pass. A world of one has no use for the parameter: what
+    is loaded is kept, and the backward pass is plain torch's.
+    """
+
+    def __init__(self, modules: list[nn.Module], *, size: int, device: torch.device) -> None:
+        super().__init__()
+        self.trained = nn.ModuleList(modules)
+        self.parameters_of_modules = [p for p in self.trained.parameters() if p.requires_grad]
+        self._size = size
+        self._desk = _Desk()
+        double = any(p.dtype == torch.float64 for p in self.parameters_of_modules)
+        self.kind = kind = torch.float64 if double else torch.float32
+        self._rows = _rows(kind).to(device)
+        if size > 1:
+            # The parameters' own type, or DDP would give it a bucket, and a collective, alone.
+            self.carrier = nn.Parameter(torch.zeros(_SLOTS, dtype=kind, device=device))
+
+    def forward(self, function: Callable[[], Tensor]) -> Tensor:
+        return function()
+
+    def load(
+        self,
+        loss: Tensor,
+        *,
+        factor: float,
+        total: Tensor | float,
+        weight: Tensor | float,
+        last: bool,
+        stop: bool = False,
+    ) -> Tensor:
+        """The loss, whose backward pass gives ``factor`` times its gradient and sends the values.
+
+        ``last`` is for the last micro-batch of the step, which also sends the tag.
+        """
+        values = self._values(total, weight, last, stop)
+        if self._size == 1:
+            self._keep(values)
+            return loss if factor == 1.0 else loss * factor
+        if isinstance(values, list):
+            values = torch.tensor(values, dtype=self.carrier.dtype)
+        loaded: Tensor = _Load.apply(loss, self.carrier, factor, values)
+        return loaded
+
+    def load_nothing(self, *, touch: bool, last: bool, stop: bool = False) -> Tensor:
+        """What a rank without samples gives instead of running the user's code.
+
+        With ``touch`` that is a zero gradient for each parameter, which DDP waits for.
+        """
+        zero = self._rows.new_zeros(())
+        if touch:
+            zero = _Nothing.apply(zero, *self.parameters_of_modules)
+        return self.load(zero, factor=1.0, total=0.0, weight=0.0, last=last, stop=stop)
+
+    def arrived(self) -> Tensor | list[float]:
+        """After the backward pass: the mean over ranks of what was sent, for `Message`."""
+        desk = self._desk
+        desk.step += 1
+        values: Tensor | list[float] | None
+        if self._size == 1:
+            values, desk.kept = desk.kept, None
+        else:
+            # A copy, because it is a part of DDP's bucket, which the next step overwrites.
+            values, self.carrier.grad = self.carrier.grad.clone(), None  # type: ignore[union-attr]
+        assert values is not None
+        return values
+
+    def _values(
+        self, total: Tensor | float, weight: Tensor | float, last: bool, stop: bool
+    ) -> Tensor | list[float]:
+        tag = self._desk.step % _TAGS if last else 0
+        if not self._rows.is_cuda:
+            return [float(total), float(weight), float(stop), tag, tag * tag]
+        values = self._rows[int(stop), tag].clone()  # filled there: a copy would wait for the GPU
+        values[0], values[1] = total, weight
+        return values
+
+    def _keep(self, values: Tensor | list[float]) -> None:
+        desk = self._desk
+        if desk.kept is None:
+            desk.kept = values
+        elif isinstance(desk.kept, Tensor):
+            desk.kept = desk.kept + torch.as_tensor(values)
+        else:
+            desk.kept = [a + float(b) for a, b in zip(desk.kept, values, strict=True)]
+
+
+class _Desk:
+    """What changes at every step: setting an attribute of a module costs microseconds."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.kept: Tensor | list[float] | None = None
+
+
+def _rows(kind: torch.dtype) -> Tensor:
+    """What can be sent besides total and weight, for either wish to stop and each tag."""
+    tags = torch.arange(_TAGS, dtype=kind)
+    rows = torch.zeros(2, _TAGS, _SLOTS, dtype=kind)
+    rows[1, :, 2] = 1
+    rows[:, :, 3], rows[:, :, 4] = tags, tags * tags
+    return rows
+
+
+class _Load(torch.autograd.Function):
+    """Pass a loss on; in the backward pass scale its gradient, and give the carrier its values."""
+
+    @staticmethod
+    def forward(context: Any, loss: Tensor, carrier: Tensor, factor: float, values: Tensor) -> Any:
+        context.factor, context.values = factor, values
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Any:
+        gradient = gradients[0] if context.factor == 1.0 else gradients[0] * context.factor
+        return gradient, context.values, None, None
+
+
+class _Nothing(torch.autograd.Function):
+    """A zero whose gradient is zero for each parameter, without running the user's code.
+
+    Zero times a parameter would not do: it is nan where the parameter is.
+    """
+
+    @staticmethod
+    def forward(context: Any, zero: Tensor, *parameters: Tensor) -> Any:
+        context.parameters = parameters
+        return zero.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Any:
+        return None, *(torch.zeros_like(p) for p in context.parameters)

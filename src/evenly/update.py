@@ -1,0 +1,265 @@
+"""One optimizer step: forward, backward, the ranks' exchange, clipping, the update."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from evenly.carrier import Carriage, Message, News
+from evenly.errors import LossError, SettingError
+from evenly.layers import SyncBatchNorm
+from evenly.objective import Output
+from evenly.part import Part
+from evenly.precision import Mixed
+from evenly.recipe import Recipe, Weighed
+from evenly.rehearsal import Findings, agreed, doubt
+from evenly.replica import Replica, wrap
+from evenly.verdict import Runs, Verdict
+from evenly.world import World
+
+_ABSENT = (
+    "some ranks have no samples in this step and do not run the forward pass. If ranks must meet "
+    "in it, say so: Trainer(collective_forward=True)."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateSettings:
+    """How steps are made; see `Trainer` for what each means."""
+
+    microbatch: int | None = None
+    clip_norm: float | None = None
+    find_unused_parameters: bool = False
+    collective_forward: bool | None = None
+    check_loss: bool = True
+
+
+class Outcome(NamedTuple):
+    """What a step did."""
+
+    message: Message
+    """The loss and the weight of the whole step, over all ranks."""
+    news: News | None
+    """The message, if it was read; then the step was judged by it."""
+    runs: Runs
+    updated: bool
+    norm: Tensor | None
+    """Of the gradient before clipping, where there is clipping."""
+
+
+class Update:
+    """Makes optimizer steps with the gradient of the mean over the whole step.
+
+    With several ranks every `step` is a meeting of all: DDP's own exchange of gradients, in which
+    everything else travels too. At the first one they also tell each other what they found out
+    about the loss. A rank without samples runs none of the user's code, unless ranks meet in it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        optimizer: Optimizer,
+        settings: UpdateSettings,
+        *,
+        world: World,
+        mixed: Mixed,
+        verdict: Verdict,
+        watch: Callable[[Part, Output], None],
+        on_gradients: Callable[[], None] | None = None,
+    ) -> None:
+        """``watch`` sees the output of each micro-batch, ``on_gradients`` the final gradients."""
+        self._model, self._recipe, self._optimizer = model, recipe, optimizer
+        self._settings = settings
+        self._world, self._mixed, self._verdict = world, mixed, verdict
+        self._watch, self._on_gradients = watch, on_gradients
+        self._meets = settings.collective_forward
+        if any(isinstance(module, SyncBatchNorm) for module in model.modules()):
+            self._meets = True
+        self._rescale: bool | None = None
+        self._found = Findings()
+        self._runs: Runs = []
+        self._replica: Replica | None = None
+        self.share: Tensor | float = 1.0
+        """Turns gradients of values inside the model, on this rank, into those of the mean."""
+        self._settle_parameters()
+
+    def refresh(self) -> None:
+        """Take note of parameters that were frozen or thawed; a meeting of all ranks if so."""
+        if self._trained() != self._settled:
+            self._settle_parameters()
+
+    def step(self, part: Part, *, stop: bool = False) -> Outcome:
+        """One optimizer step on ``part``; ``stop`` tells all ranks that this one wants to end."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        limit = self._settings.microbatch
+        parts = [part] if limit is None else part.cut(limit)
+        self._runs = []
+        try:
+            for number, run in enumerate(parts):
+                self._accumulate(run, len(parts), number == len(parts) - 1, stop)
+        except RuntimeError as error:
+            explained = self._explained(error)
+            if explained is error:
+                raise
+            raise explained from None
+        self._check_all_used()
+        values = self._carriage.arrived()
+        message = Message(values, self._world.size)
+        self.share = self._mixed.unscale(self._optimizer) / self._world.size
+        # Nobody waits for a GPU, unless what comes next depends on the news.
+        known = not (isinstance(values, Tensor) and values.is_cuda) or self._verdict.early
+        news = message.read() if known else None
+        if self._rescale:
+            self._divide(part.global_weight, values, news)
+        good = news is None or self._verdict.good(news, self._runs)
+        if good and self._on_gradients is not None:
+            self._on_gradients()
+        norm = None
+        if self._settings.clip_norm is not None and good:
+            norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._settings.clip_norm)
+            good = news is None or self._verdict.good_gradient(norm, self._runs)
+        if good:
+            self._mixed.step(self._optimizer)
+        else:
+            self._mixed.skip()
+        return Outcome(message, news, self._runs, good, norm)
+
+    def judged(self, outcome: Outcome) -> News:
+        """The news of a step that was not waited for; raises if they are bad."""
+        news = outcome.message.read()
+        self._verdict.good(news, outcome.runs)
+        return news
+
+    @property
+    def meets(self) -> bool:
+        """Whether ranks meet in the user's code, as far as is known."""
+        return bool(self._meets)
+
+    def _accumulate(self, run: Part, runs: int, last: bool, stop: bool) -> None:
+        if self._replica is None:
+            loss = self._forward(run, runs, last, stop)
+        else:
+            self._replica.require_backward_grad_sync = last
+            loss = self._replica(functools.partial(self._forward, run, runs, last, stop))
+        if self._rescale is None:
+            found = agreed(self._found)
+            self._rescale = found.rescale
+            self._meets = found.meets if self._meets is None else self._meets
+        self._mixed.backward(loss)
+
+    def _forward(self, run: Part, runs: int, last: bool, stop: bool) -> Tensor:
+        """This rank's share of the loss of a run, loaded with what the ranks are to know."""
+        if run.weight == 0 and not self._meets:
+            self._runs.append((run, 0.0))
+            # With find_unused_parameters DDP does not wait for them, and a zero gradient would
+            # let the optimizer decay a parameter that no rank used.
+            touch = not self._settings.find_unused_parameters
+            return self._carriage.load_nothing(touch=touch, last=last, stop=stop)
+        if not self._meets and run.global_weight // self._world.size < runs:
+            # Another rank has no samples and skips this code; a meeting in it would wait for ever.
+            self._world.absent = _ABSENT
+        try:
+            with self._mixed.autocast():
+                output, weighed = self._weighed(run)
+        finally:
+            self._world.absent = ""
+        self._runs.append((run, weighed.total))
+        if run.weight:
+            self._watch(run, output)
+        return self._carriage.load(
+            weighed.loss if weighed.loss.dim() == 0 else weighed.loss.reshape(()),
+            factor=weighed.factor,
+            total=weighed.total,
+            weight=weighed.weight,
+            last=last,
+            stop=stop,
+        )
+
+    def _weighed(self, run: Part) -> tuple[Output, Weighed]:
+        # Nothing is split where one process takes whole steps: then the loss is the user's own.
+        split = self._world.size > 1 or self._settings.microbatch is not None
+        before = self._world.collectives if self._rescale is None else 0
+        output = self._recipe.run(self._model, run.data, split=split)
+        weighed = self._recipe.weigh(
+            output, count=run.weight, whole=run.global_weight, size=self._world.size, split=split
+        )
+        if not weighed.loss.requires_grad:
+            raise LossError(
+                "the loss does not depend on any parameter that is trained: it was detached, "
+                "computed under no_grad, or made with .item() or numpy."
+            )
+        if self._rescale is None:
+            meets = self._world.collectives != before
+            problem = None
+            if split and self._settings.check_loss and not (meets or self._meets):
+                problem = doubt(self._recipe, self._model, run.data, output, run.weight)
+            self._found = Findings(weighed.rescale, meets, problem)
+        elif weighed.rescale != self._rescale:
+            raise LossError(
+                "the loss is a mean at one step and an evenly.Total at another; return the same "
+                "kind always."
+            )
+        return output, weighed
+
+    def _divide(self, samples: int, values: Tensor | list[float], news: News | None) -> None:
+        """From the gradient of sum over samples to that of sum over weight, now that it is known.
+
+        A GPU is not waited for. There, no weight gives no gradient instead of nan.
+        """
+        factor: Tensor | float = 1.0
+        if news is None:
+            assert isinstance(values, Tensor)
+            weight = (values[1] * self._world.size).clamp_min(torch.finfo(values.dtype).tiny)
+            factor = samples / weight
+        elif news.weight and abs(samples / news.weight - 1) > 4 * torch.finfo(self._kind).eps:
+            factor = samples / news.weight
+        if isinstance(factor, Tensor) or factor != 1.0:
+            torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], factor)
+            self.share = self.share * factor
+
+    def _settle_parameters(self) -> None:
+        modules = [self._model]
+        if self._recipe.module is not None and list(self._recipe.module.parameters()):
+            modules.append(self._recipe.module)
+        world = self._world
+        self._carriage = Carriage(modules, size=world.size, device=world.device)
+        self._kind = self._carriage.kind
+        self._parameters = self._carriage.parameters_of_modules
+        self._settled = self._trained()
+        if self._replica is not None:
+            self._replica.leave()
+        if world.size > 1:
+            self._replica = wrap(self._carriage, self._settings.find_unused_parameters)
+
+    def _trained(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._carriage.trained.parameters()]
+
+    def _check_all_used(self) -> None:
+        if self._replica is None or self._settings.find_unused_parameters:
+            return
+        if any(parameter.grad is None for parameter in self._parameters):
+            named = self._carriage.trained.named_parameters()
+            raise _unused([name.partition(".")[2] for name, p in named if p.grad is None])
+
+    def _explained(self, error: RuntimeError) -> BaseException:
+        """What a failed exchange means; any other error is itself."""
+        if "finished reduction in the prior iteration" in str(error):
+            return _unused([])
+        return self._world.explain(error, "the exchange of gradients")
+
+
+def _unused(names: list[str]) -> SettingError:
+    which = f"{len(names)} parameters ({', '.join(names[:6])})" if names else "some parameters"
+    return SettingError(
+        f"{which} had no part in the loss of a step, and the other ranks wait for their gradients. "
+        "If the model leaves parameters out of some steps, pass find_unused_parameters=True; if "
+        "they are not to be trained at all, set requires_grad=False on them."
+    )

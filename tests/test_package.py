@@ -18,7 +18,7 @@ LAYERS = [
     {"variables", "tree", "permutation", "plan", "seeding", "lifeline", "blame"},
     {"store", "board", "devices", "packing", "objective"},
     {"world"},
-{"turn", "meeting", "collectives", "parcel"},
+    {"turn", "meeting", "collectives", "parcel"},
     {
         *("fetching", "copying", "part", "loader", "stepping", "layers", "data"),
         *("matching", "replica", "carrier", "averages"),

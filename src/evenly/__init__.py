@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from evenly import data, errors, testing
+    from evenly import callbacks, data, errors, testing
     from evenly.collectives import (
         agree,
         all_gather,
@@ -30,21 +30,25 @@ if TYPE_CHECKING:
     from evenly.crew import launch
     from evenly.layers import SyncBatchNorm
     from evenly.loader import Loader
-    from evenly.objective import Total
+    from evenly.matching import match
+    from evenly.objective import Output, Total
     from evenly.part import Part
     from evenly.plan import Plan, split
-    from evenly.replica import match, replicate
+    from evenly.replica import replicate
     from evenly.seeding import sample_generator, sample_keys
     from evenly.stepping import step_each
+    from evenly.trainer import Trainer
     from evenly.turn import on_rank
     from evenly.world import World, current_world, open_world
 
 __all__ = [
     "Loader",
+    "Output",
     "Part",
     "Plan",
     "SyncBatchNorm",
     "Total",
+    "Trainer",
     "World",
     "agree",
     "all_gather",
@@ -54,6 +58,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
+    "callbacks",
     "current_world",
     "data",
     "errors",
@@ -77,14 +82,16 @@ __all__ = [
 
 _HOME = {
     "Loader": "loader",
+    "Output": "objective",
     "Part": "part",
     "Plan": "plan",
     "SyncBatchNorm": "layers",
     "Total": "objective",
+    "Trainer": "trainer",
     "World": "world",
     "current_world": "world",
     "launch": "crew",
-    "match": "replica",
+    "match": "matching",
     "on_rank": "turn",
     "open_world": "world",
     "replicate": "replica",
@@ -93,7 +100,7 @@ _HOME = {
     "split": "plan",
     "step_each": "stepping",
 }
-_MODULES = ("data", "errors", "testing")
+_MODULES = ("callbacks", "data", "errors", "testing")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,64 @@
+"""Averages in the making: totals and weights by name, brought together only when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from evenly.collectives import all_gather_object
+from evenly.errors import SettingError
+from evenly.objective import Total
+
+Number = Tensor | float
+Numbers = dict[str, tuple[float, float]]
+
+
+class Averages:
+    """This rank's totals and weights. A GPU is not waited for until they are read."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, tuple[Number, Number]] = {}
+
+    def add(self, name: str, value: Total | Number, weight: Number = 1.0) -> None:
+        """A total with its weight, or a number that counts ``weight`` times."""
+        if isinstance(value, Total):
+            total, weight = _one(name, value.sum), _one(name, value.weight)
+        else:
+            total = _one(name, value) * weight
+        before = self._totals.get(name, (0.0, 0.0))
+        self._totals[name] = (before[0] + total, before[1] + weight)
+
+    def numbers(self) -> Numbers:
+        return {name: (float(total), float(w)) for name, (total, w) in self._totals.items()}
+
+    def clear(self) -> None:
+        self._totals = {}
+
+
+def means(ranks: Iterable[Numbers]) -> dict[str, float]:
+    """The means over all ranks' totals; nan where nothing has weight."""
+    sums: Numbers = {}
+    for numbers in ranks:
+        for name, (total, weight) in numbers.items():
+            before = sums.get(name, (0.0, 0.0))
+            sums[name] = (before[0] + total, before[1] + weight)
+    return {name: t / weight if weight else float("nan") for name, (t, weight) in sums.items()}
+
+
+def gathered(averages: Averages) -> dict[str, float]:
+    """The means over all ranks; a meeting of all. Ranks may have different names."""
+    return means(all_gather_object(averages.numbers()))
+
+
+def _one(name: str, value: object) -> Number:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        plain = value.detach().reshape(())
+        return plain if plain.is_cuda and plain.dtype == torch.float32 else plain.double()
+    if isinstance(value, int | float):
+        return value
+    given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    raise SettingError(
+        f"log({name!r}): {given} is not one number. Give a number, or evenly.Total(sum, weight)."
+    )

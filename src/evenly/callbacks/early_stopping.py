@@ -1,0 +1,77 @@
+"""Stop when a number has not become better for a while."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from evenly.callbacks.base import Callback, Ranks
+from evenly.errors import SettingError
+
+if TYPE_CHECKING:
+    from evenly.trainer import Trainer
+
+
+class EarlyStopping(Callback):
+    """Stops after ``patience`` evaluations (or epochs, for "train/...") without a better value.
+
+    Better means lower (``mode="min"``) or higher ("max") by more than ``min_delta``; nan never is.
+    The numbers are the same on all ranks, so all stop together. Weights stay those of the end.
+    """
+
+    ranks: ClassVar[Ranks] = "every"
+
+    def __init__(
+        self,
+        monitor: str = "validation/loss",
+        *,
+        mode: Literal["min", "max"] = "min",
+        patience: int = 3,
+        min_delta: float = 0.0,
+    ) -> None:
+        if mode not in ("min", "max"):
+            raise SettingError(f"EarlyStopping(mode={mode!r}): give 'min' or 'max'.")
+        if patience < 1:
+            raise SettingError(f"EarlyStopping(patience={patience}): give 1 or more.")
+        self.monitor, self.mode, self.patience = monitor, mode, patience
+        self.min_delta = abs(min_delta)
+        self.best = math.inf if mode == "min" else -math.inf
+        self.best_step = 0
+        self.waited = 0
+
+    def on_evaluation_end(self, trainer: Trainer, stage: str, values: Mapping[str, Any]) -> None:
+        if self.monitor.startswith(f"{stage}/"):
+            self._look(trainer, {f"{stage}/{name}": value for name, value in values.items()})
+
+    def on_epoch_end(self, trainer: Trainer, values: Mapping[str, Any]) -> None:
+        if self.monitor.startswith("train/"):
+            self._look(trainer, values)
+        elif self.monitor not in values and self.best_step == 0 and self.waited == 0:
+            raise self._missing(values)
+
+    def _look(self, trainer: Trainer, values: Mapping[str, Any]) -> None:
+        if self.monitor not in values:
+            raise self._missing(values)
+        value = float(values[self.monitor])
+        gain = self.best - value if self.mode == "min" else value - self.best
+        if gain > self.min_delta:
+            self.best, self.best_step, self.waited = value, trainer.step, 0
+            return
+        self.waited += 1
+        if self.waited >= self.patience:
+            trainer.stop()
+
+    def _missing(self, values: Mapping[str, Any]) -> SettingError:
+        return SettingError(
+            f"EarlyStopping looks at {self.monitor!r}, and there is "
+            f"{', '.join(map(repr, values)) or 'nothing'}. Name one of these in monitor=, or give "
+            "fit() a validate= set."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "best_step": self.best_step, "waited": self.waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.best_step = state["best"], state["best_step"]
+        self.waited = state["waited"]

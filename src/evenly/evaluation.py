@@ -1,0 +1,67 @@
+"""Evaluation: every sample once, means by weight, no collective before the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evenly import metrics as measured
+from evenly.averages import Averages, gathered
+from evenly.objective import Total
+from evenly.part import Part
+from evenly.precision import Mixed
+from evenly.recipe import Recipe
+from evenly.rehearsal import evaluating
+
+
+@torch.no_grad()
+def evaluate(
+    parts: Iterable[Part],
+    *,
+    model: nn.Module,
+    recipe: Recipe,
+    metrics: Any,
+    mixed: Mixed,
+    samples: int,
+    meets: bool,
+    averages: Averages,
+) -> dict[str, Any]:
+    """The loss and the metrics over all ranks' parts; a meeting of all ranks at the end.
+
+    ``metrics`` are updated and computed; ``averages`` holds what was logged. A rank without samples
+    runs none of the user's code, unless ranks meet in it.
+    """
+    with evaluating(model):
+        for part in parts:
+            if part.weight == 0 and not meets:
+                continue
+            with mixed.autocast():
+                output = recipe.run(model, part.data, split=True)
+            if output.loss is not None:
+                weighed = recipe.weigh(output, count=part.weight, whole=samples, size=1, split=True)
+                averages.add("loss", Total(weighed.total, weighed.weight))
+            for name, value in output.log.items():
+                averages.add(name, value, part.weight)
+            if metrics and part.weight:
+                measured.update(metrics, output.predictions, output.target)
+    values: dict[str, Any] = gathered(averages)
+    if metrics:
+        values.update(flat(measured.compute(metrics)))
+    return values
+
+
+def flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Values by one name each; numbers as Python's."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        label = f"{prefix}{name}"
+        if isinstance(value, dict):
+            found.update(flat(value, f"{label}/"))
+        elif isinstance(value, Tensor) and value.numel() == 1:
+            found[label] = float(value)
+        else:
+            found[label] = value
+    return found

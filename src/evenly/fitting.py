@@ -1,0 +1,137 @@
+"""The training loop itself. `Trainer.fit` describes it; here it runs."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from evenly.averages import means
+from evenly.collectives import all_gather_object
+from evenly.every import Every
+from evenly.loader import Loader
+from evenly.part import Part
+from evenly.schedule import Schedule
+from evenly.seeding import seed_streams
+from evenly.update import Outcome, Update
+
+if TYPE_CHECKING:
+    from evenly.trainer import Trainer
+
+
+class Fit:
+    """One run of the loop: from where the trainer is to its total of steps."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        update: Update,
+        schedule: Schedule,
+        *,
+        train: Loader,
+        validate: Mapping[str, Loader],
+        validate_every: Every,
+    ) -> None:
+        self._trainer, self._update, self._schedule = trainer, update, schedule
+        self._hooks, self._world = trainer.hooks, trainer.world
+        self._train, self._validate, self._validate_every = train, validate, validate_every
+        self._total = trainer.total_steps
+        # On a GPU a step's news are read after the next one was launched, so nobody waits.
+        self._late = int(self._world.device.type == "cuda")
+        self._pending: deque[tuple[int, Outcome]] = deque()
+        self._loss = [0.0, 0.0]
+        self._validated: dict[str, Any] = {}
+        self._step_hooks = [self._hooks.has(name) for name in ("on_step_start", "on_step_end")]
+
+    def run(self) -> None:
+        trainer = self._trainer
+        self._hooks.call("on_run_start", trainer)
+        while trainer.step < self._total and not trainer.stopped:
+            self._epoch()
+        self._hooks.call("on_run_end", trainer)
+
+    def _epoch(self) -> None:
+        trainer = self._trainer
+        self._update.refresh()
+        self._loss = [0.0, 0.0]
+        self._validated = {}
+        self._hooks.call("on_epoch_start", trainer)
+        parts = self._train.epoch(trainer.epoch, start=trainer.position)
+        while trainer.step < self._total and not trainer.stopped:
+            begin = time.perf_counter()
+            part = next(parts, None)
+            trainer.data_wait = time.perf_counter() - begin
+            if part is None:
+                break
+            self._step(part)
+            if self._validate_every.after_step(trainer.step):
+                self._settle()
+                self._evaluate()
+        self._settle()
+        self._end_of_epoch()
+
+    def _step(self, part: Part) -> None:
+        trainer = self._trainer
+        trainer.part = part
+        if self._step_hooks[0]:
+            self._hooks.call("on_step_start", trainer)
+        seed_streams(trainer.seed, "step", part.epoch, part.step, self._world.rank)
+        outcome = self._update.step(part, stop=trainer.stop_wanted)
+        self._schedule.after_step()
+        trainer.step += 1
+        trainer.position += 1
+        self._pending.append((trainer.step, outcome))
+        self._settle(self._late)
+        if self._step_hooks[1]:
+            self._hooks.call("on_step_end", trainer)
+
+    def _settle(self, late: int = 0) -> None:
+        """Take note of the steps whose news are due; every rank does so at the same step."""
+        trainer = self._trainer
+        while len(self._pending) > late:
+            number, outcome = self._pending.popleft()
+            news = outcome.news or self._update.judged(outcome)
+            trainer.loss = news.total / news.weight
+            trainer.history.add("loss", number, trainer.loss)
+            if outcome.updated:
+                self._loss[0] += news.total
+                self._loss[1] += news.weight
+            if news.stop:
+                trainer.stopped = True
+
+    def _evaluate(self) -> None:
+        trainer = self._trainer
+        for name, loader in self._validate.items():
+            values = trainer.evaluate_stage(loader, name)
+            self._validated.update({f"{name}/{label}": value for label, value in values.items()})
+        if self._validate:
+            self._schedule.after_evaluation(self._validated)
+            self._agree_to_stop()
+
+    def _agree_to_stop(self) -> None:
+        """Between steps nothing travels with gradients, so the ranks ask each other."""
+        if any(all_gather_object(self._trainer.stop_wanted)):
+            self._trainer.stopped = True
+
+    def _end_of_epoch(self) -> None:
+        trainer = self._trainer
+        whole = trainer.position == len(self._train)
+        ranks = all_gather_object(trainer.averages.numbers())
+        trainer.averages.clear()
+        values: dict[str, Any] = {}
+        if self._loss[1]:
+            values["train/loss"] = self._loss[0] / self._loss[1]
+        values.update({f"train/{name}": value for name, value in means(ranks).items()})
+        values.update(
+            {f"train/{name}": value for name, value in trainer.computed_train_metrics().items()}
+        )
+        if whole:
+            trainer.epoch += 1
+            trainer.position = 0
+            if self._validate_every.after_epoch(trainer.epoch):
+                self._evaluate()
+            self._schedule.after_epoch()
+        trainer.remember(values)
+        self._hooks.call("on_epoch_end", trainer, {**values, **self._validated})
+        self._agree_to_stop()

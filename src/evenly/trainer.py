@@ -1,0 +1,463 @@
+"""The Trainer: one program for one process and for many, with the same numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from evenly import metrics as measured
+from evenly.averages import Averages
+from evenly.callbacks.base import Hooks
+from evenly.callbacks.progress import Progress
+from evenly.errors import EvenlyWarning, SettingError
+from evenly.evaluation import evaluate, flat
+from evenly.every import every
+from evenly.fetching import Collate
+from evenly.fitting import Fit
+from evenly.history import History
+from evenly.inventory import find_holders
+from evenly.loader import Loader
+from evenly.matching import OnDifference, match_buffers, place, repair
+from evenly.notices import notices
+from evenly.objective import Output, Total
+from evenly.part import Part
+from evenly.plan import Tail
+from evenly.precision import Mixed, Precision
+from evenly.prediction import predict
+from evenly.recipe import Forward, Loss, Recipe, Step
+from evenly.rehearsal import evaluating
+from evenly.replica import check_trainable
+from evenly.schedule import Factory, Schedule
+from evenly.seeding import seed_streams, streams_kept
+from evenly.update import Update, UpdateSettings
+from evenly.verdict import Nonfinite, Verdict
+from evenly.world import World, join_world
+
+
+class Trainer:
+    """Trains a model on however many processes the program was started with.
+
+    It joins the open world, or opens one that stays until the process ends, puts the model on the
+    device and makes the ranks' models equal. All methods that take data are meetings of all ranks.
+    Every number that it shows, returns or stores is the one over all ranks.
+    """
+
+    world: World
+    model: nn.Module
+    """The user's module, on the device. Not wrapped: its methods and state_dict are its own."""
+    optimizer: Optimizer | None
+    epoch: int
+    """Epochs finished, which is the number of the one that is going on."""
+    position: int
+    """Steps made in the epoch that is going on."""
+    step: int
+    """Optimizer steps made since the run began."""
+    loss: float
+    """Of the last step; on a GPU of the one before, which need not be waited for."""
+    history: History
+    evaluated: nn.Module
+    """What evaluation and prediction use: the model, or an average of it (`callbacks.EMA`)."""
+    data_wait: float
+    """Seconds that the last step waited for its batch."""
+    part: Part | None
+    """This rank's part of the step that is going on."""
+    total_steps: int
+    """What `fit` is to reach."""
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module | Callable[[], nn.Module],
+        loss: Loss | nn.Module | None = None,
+        optimizer: Callable[[nn.Module], Optimizer] | Optimizer | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        train_metrics: Mapping[str, Any] | None = None,
+        forward: Forward | None = None,
+        target: Callable[[Any], Any] | None = None,
+        step: Step | None = None,
+        batch_size: int,
+        microbatch: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        tail: Tail = "keep",
+        collate_fn: Collate | None = None,
+        workers: int | Literal["auto"] = "auto",
+        scheduler: Factory | None = None,
+        scheduler_every: Literal["step", "epoch"] = "epoch",
+        scheduler_monitor: str = "validation/loss",
+        precision: Precision = "fp32",
+        clip_norm: float | None = None,
+        nonfinite: Nonfinite = "stop",
+        callbacks: Sequence[Any] = (),
+        progress: bool = True,
+        find_unused_parameters: bool = False,
+        collective_forward: bool | None = None,
+        check_loss: bool = True,
+        on_difference: OnDifference = "repair",
+        device: str | None = None,
+        backend: str | None = None,
+    ) -> None:
+        """
+        Model and loss:
+          model: a module, or a function that makes one, which is called under the seed.
+          loss: of (predictions, target): the mean over the samples, or an `evenly.Total`.
+          forward, target: predictions of (model, batch) and target of (batch), where a batch is
+            not a pair of (input, target).
+          step: of (model, batch): an `evenly.Output`, instead of the three above.
+          optimizer: a function of the model, or an optimizer over its parameters.
+          metrics, train_metrics: torchmetrics objects by name, for evaluation and for training.
+        Data:
+          batch_size: what one optimizer step sees over all processes together.
+          microbatch: the most samples that a process holds at once; gradients are accumulated.
+          seed: of the order of samples, of augmentation and of random layers.
+          shuffle, tail, collate_fn, workers: as for `evenly.Loader`.
+        Optimization:
+          scheduler: a function of (optimizer) or of (optimizer, total steps);
+            scheduler_every: "step" or "epoch"; scheduler_monitor: what ReduceLROnPlateau looks at.
+          precision: "fp32" (as the parameters are), "bf16" or "fp16" (autocast).
+          clip_norm: the largest norm of the whole gradient.
+          nonfinite: what to do about a loss that is nan or inf: "stop", "skip" or "continue".
+        Ranks:
+          find_unused_parameters: parameters may have no part in some steps.
+          collective_forward: ranks meet in the forward pass or the loss (not given: found out).
+          check_loss: try the loss on halves of the first batch where a step is split.
+          on_difference: "repair" models that differ between ranks by rank 0's, or "refuse".
+          device, backend: as for `evenly.open_world`, where none is open.
+        """
+        self.world = join_world(device=device, backend=backend)
+        self.seed = seed
+        self.batch_size = batch_size
+        self._loading: dict[str, Any] = {"collate_fn": collate_fn, "workers": workers, "seed": seed}
+        self._training: dict[str, Any] = {"shuffle": shuffle, "tail": tail}
+        self._settings = UpdateSettings(
+            microbatch=microbatch,
+            clip_norm=clip_norm,
+            find_unused_parameters=find_unused_parameters,
+            collective_forward=collective_forward,
+            check_loss=check_loss,
+        )
+        self._mixed = Mixed(precision, self.world.device)
+        self._verdict = Verdict(self.world, nonfinite)
+        self._recipe = Recipe(
+            forward=forward, target=target, loss=loss, step=step, device=self.world.device
+        )
+        self._metrics = self._accepted(metrics or {})
+        self._train_metrics = self._accepted(train_metrics or {})
+        self.callbacks = [*callbacks, *([Progress()] if progress else [])]
+        self.hooks = Hooks(self.callbacks, self.world)
+        self.model = self.evaluated = _made(model, seed)
+        place(self.model, self.world.device)
+        if self.world.size > 1:
+            repair(self.model, on_difference)
+        self.optimizer = self._checked_optimizer(optimizer)
+        self._scheduling: dict[str, Any] = {"every": scheduler_every, "monitor": scheduler_monitor}
+        self._scheduler = scheduler
+        self.epoch = self.position = self.step = 0
+        self.loss = float("nan")
+        self.data_wait = 0.0
+        self.part: Part | None = None
+        self.total_steps = 0
+        self.history = History()
+        self.averages = Averages()
+        self._update: Update | None = None
+        self.stop_wanted = self.stopped = False
+
+    def fit(
+        self,
+        train: Any,
+        validate: Any = None,
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        validate_every: int | str = "epoch",
+    ) -> History:
+        """Train until ``epochs`` or ``steps`` have been made since the run began.
+
+        ::
+
+            on_run_start
+            while there are epochs or steps to make, and nobody stopped:
+                on_epoch_start
+                for each step of the epoch:                  # in the order of (seed, epoch)
+                    on_step_start
+                    seed the random streams                  # by (seed, epoch, step, rank)
+                    for each micro-batch of this rank's part:
+                        predictions = forward(model, batch)
+                        loss(predictions, target(batch)).backward()
+                                                             # the last one exchanges gradients
+                    on_gradients                             # those of the mean over the step
+                    clip, optimizer.step()
+                    scheduler.step()                         # scheduler_every="step"
+                    on_step_end
+                    if validate_every steps have passed: evaluate
+                if validate_every epochs have passed: evaluate
+                scheduler.step()                             # scheduler_every="epoch"
+                on_epoch_end
+            on_run_end
+
+            evaluate:
+                on_evaluation_start
+                every sample of each validation set once
+                on_evaluation_end
+
+            on_exception                                     # instead of on_run_end
+
+        ``train`` is a data set or an `evenly.Loader`, ``validate`` the same or several by name;
+        ``validate_every`` is a number of steps, "epoch" or "3 epochs". A second `fit` goes on
+        where the first ended. A meeting of all ranks; an error on one of them ends it on all.
+        """
+        if self.optimizer is None:
+            raise SettingError("there is no optimizer to train with; give the Trainer one.")
+        loader = self._loader(train, **self._training)
+        self.total_steps = total = _total(epochs, steps, len(loader))
+        stages = {name: self._loader(data) for name, data in _stages(validate).items()}
+        self._update = update = Update(
+            self.model,
+            self._recipe,
+            self.optimizer,
+            self._settings,
+            world=self.world,
+            mixed=self._mixed,
+            verdict=self._verdict,
+            watch=self._watch,
+            on_gradients=self._on_gradients if self.hooks.has("on_gradients") else None,
+        )
+        schedule = Schedule(self._scheduler, self.optimizer, steps=total, **self._scheduling)
+        run = Fit(
+            self,
+            update,
+            schedule,
+            train=loader,
+            validate=stages,
+            validate_every=every("validate_every", validate_every),
+        )
+        self.stop_wanted = self.stopped = False
+        with self._guarded([loader, *stages.values()]), streams_kept():
+            self.model.train()
+            self._tell()
+            run.run()
+        return self.history
+
+    def validate(self, data: Any) -> dict[str, Any]:
+        """Loss and metrics over a data set, each sample once; a meeting of all ranks."""
+        return self._evaluated(data, "validation")
+
+    def test(self, data: Any) -> dict[str, Any]:
+        """As `validate`, under another name in what is shown."""
+        return self._evaluated(data, "test")
+
+    def predict(self, data: Any, **options: Any) -> Any:
+        """The predictions in data-set order; a meeting of all ranks. See `evenly.prediction`."""
+        loader = self._loader(data)
+        match_buffers(self.evaluated)
+
+        def predictions(part: Part) -> Any:
+            with self._mixed.autocast():
+                return self._recipe.predict(self.evaluated, part.data)
+
+        with self._guarded([loader]), streams_kept(), torch.no_grad(), evaluating(self.evaluated):
+            seed_streams(self.seed, "prediction", self.world.rank)
+            return predict(loader.epoch(0), predictions, length=loader.plan.length, **options)
+
+    def log(self, name: str, value: Total | Tensor | float) -> None:
+        """Count a number in the mean of this epoch, or evaluation, over all ranks.
+
+        A `Total` counts by its weight, a plain number once. Nothing is exchanged until the end.
+        """
+        self.averages.add(name, value)
+
+    def note(self, name: str, value: float) -> None:
+        """Put a number into the history at this step. It must be the same on all ranks."""
+        self.history.add(name, self.step, float(value))
+
+    def stop(self) -> None:
+        """End `fit` on all ranks, from any of them.
+
+        After an evaluation or an epoch that is at once; within an epoch it is after the next step,
+        in which the wish travels (on a GPU one more).
+        """
+        self.stop_wanted = True
+
+    def close(self) -> None:
+        """Leave the world, if the Trainer opened it. Otherwise that happens when Python ends."""
+        if self.world.ambient:
+            self.world.close()
+
+    @property
+    def share(self) -> Tensor | float:
+        """For ``on_gradients``: times this, the gradient of a value inside the model is that of
+        the step's mean loss. Parameters' gradients are so already.
+        """
+        return 1.0 if self._update is None else self._update.share
+
+    def evaluate_stage(self, loader: Loader, stage: str) -> dict[str, Any]:
+        """Evaluate on one data set, with hooks; a meeting of all ranks."""
+        self.hooks.call("on_evaluation_start", self, stage)
+        before, self.averages = self.averages, Averages()
+        match_buffers(self.evaluated)
+        try:
+            with streams_kept():
+                seed_streams(self.seed, "evaluation", self.world.rank)
+                values = evaluate(
+                    loader.epoch(0),
+                    model=self.evaluated,
+                    recipe=self._recipe,
+                    metrics=measured.copies(self._metrics),
+                    mixed=self._mixed,
+                    samples=loader.plan.length,
+                    meets=self._meets(),
+                    averages=self.averages,
+                )
+        finally:
+            self.averages = before
+        self.remember({f"{stage}/{name}": value for name, value in values.items()})
+        self.hooks.call("on_evaluation_end", self, stage, values)
+        return values
+
+    def remember(self, values: Mapping[str, Any]) -> None:
+        """Put the numbers among these into the history."""
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self.history.add(name, self.step, value)
+
+    def computed_train_metrics(self) -> dict[str, Any]:
+        """The training metrics of the epoch, which then start again; a meeting of all ranks."""
+        if not self._train_metrics:
+            return {}
+        values = flat(measured.compute(self._train_metrics))
+        self._train_metrics = measured.copies(self._train_metrics)
+        return values
+
+    def _evaluated(self, data: Any, stage: str) -> dict[str, Any]:
+        loader = self._loader(data)
+        with self._guarded([loader]):
+            return self.evaluate_stage(loader, stage)
+
+    def _watch(self, part: Part, output: Output) -> None:
+        """What one micro-batch gave."""
+        for name, value in output.log.items():
+            self.averages.add(name, value, part.weight)
+        if self._train_metrics:
+            with torch.no_grad():
+                measured.update(self._train_metrics, output.predictions, output.target)
+
+    def _meets(self) -> bool:
+        if self._update is not None:
+            return self._update.meets
+        return bool(self._settings.collective_forward)
+
+    def _on_gradients(self) -> None:
+        self.hooks.call("on_gradients", self)
+
+    def _loader(self, data: Any, **options: Any) -> Loader:
+        if isinstance(data, Loader):
+            return data
+        if isinstance(data, DataLoader):
+            raise SettingError(
+                "a torch DataLoader has fixed already which process reads what. Give its data set "
+                "(loader.dataset), and collate_fn= or workers= to the Trainer, or an evenly.Loader."
+            )
+        return Loader(data, batch_size=self.batch_size, **self._loading, **options)
+
+    def _accepted(self, metrics: Mapping[str, Any]) -> Any:
+        """Copies of the metrics, on the device; refuses what cannot be merged over ranks."""
+        if not isinstance(metrics, Mapping):
+            raise SettingError(
+                f"metrics= is a {type(metrics).__name__}; give names to metrics: "
+                'metrics={"accuracy": MulticlassAccuracy(10)}.'
+            )
+        find_holders(metrics, several=self.world.size > 1)
+        return measured.copies(metrics, device=self.world.device)
+
+    def _checked_optimizer(self, given: Any) -> Optimizer | None:
+        if given is None:
+            return None
+        check_trainable(self.model)
+        made = given if isinstance(given, Optimizer) else given(self.model)
+        if not isinstance(made, Optimizer):
+            raise SettingError(
+                f"optimizer= gave a {type(made).__name__}; give a function of the model that "
+                "returns an optimizer: lambda model: torch.optim.SGD(model.parameters(), lr=0.1)."
+            )
+        own = list(self.model.parameters())
+        if self._recipe.module is not None:
+            own += self._recipe.module.parameters()
+        known = {id(parameter) for parameter in own}
+        held = [parameter for group in made.param_groups for parameter in group["params"]]
+        foreign = [tuple(p.shape) for p in held if id(p) not in known]
+        if foreign:
+            raise SettingError(
+                f"the optimizer holds {len(foreign)} parameters that are not the model's (shapes "
+                f"{foreign[:4]}), so the model would not be trained. Make it from the model that "
+                "it is given: optimizer=lambda model: ...(model.parameters())."
+            )
+        return made
+
+    def _tell(self) -> None:
+        if self.world.rank:
+            return
+        cut = self._settings.microbatch is not None and (
+            self._settings.microbatch * self.world.size < self.batch_size
+        )
+        for text in notices(self.model, size=self.world.size, cut=cut):
+            warnings.warn(text, EvenlyWarning, stacklevel=4)
+
+    @contextlib.contextmanager
+    def _guarded(self, loaders: Sequence[Loader]) -> Iterator[None]:
+        """Close the loaders; tell callbacks and the other ranks about an error."""
+        try:
+            yield
+        except BaseException as error:
+            with contextlib.suppress(Exception):
+                self.hooks.call("on_exception", self, error)
+            if not getattr(error, "agreed", False):
+                self._leave(error)
+            raise
+        finally:
+            for loader in loaders:
+                loader.close()
+
+    def _leave(self, error: BaseException) -> None:
+        """Others wait for this rank: tell them why, and end the waits that only this ends."""
+        try:
+            self.world.fail(error)
+        finally:
+            if self.world.ambient and self.world.size > 1:
+                self.world.close(failed=True)
+
+
+def _made(model: Any, seed: int) -> nn.Module:
+    made = model
+    if not isinstance(model, nn.Module) and callable(model):
+        with streams_kept():
+            torch.manual_seed(seed)
+            made = model()
+    if not isinstance(made, nn.Module):
+        raise SettingError(
+            f"model= gave a {type(made).__name__}; give a torch module, or a function that makes "
+            "one."
+        )
+    return made
+
+
+def _stages(validate: Any) -> dict[str, Any]:
+    if validate is None:
+        return {}
+    return dict(validate) if isinstance(validate, Mapping) else {"validation": validate}
+
+
+def _total(epochs: int | None, steps: int | None, per_epoch: int) -> int:
+    for name, value in (("epochs", epochs), ("steps", steps)):
+        if value is not None and (not isinstance(value, int) or value < 0):
+            raise SettingError(f"{name}={value!r}; give a whole number.")
+    if epochs is None and steps is None:
+        raise SettingError("say how long to train: fit(..., epochs=10) or fit(..., steps=1000).")
+    limits = [epochs * per_epoch if epochs is not None else None, steps]
+    return min(limit for limit in limits if limit is not None)

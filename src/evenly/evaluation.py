@@ -34,6 +34,7 @@ def evaluate(
     ``metrics`` are updated and computed; ``averages`` holds what was logged. A rank without samples
     runs none of the user's code, unless ranks meet in it.
     """
+    seen = [torch.empty(0, dtype=torch.int64)]
     with evaluating(model):
         for part in parts:
             if part.weight == 0 and not meets:
@@ -47,9 +48,10 @@ def evaluate(
                 averages.add(name, value, part.weight)
             if metrics and part.weight:
                 measured.update(metrics, output.predictions, output.target)
+                seen.append(part.indices)
     values: dict[str, Any] = gathered(averages)
     if metrics:
-        values.update(flat(measured.compute(metrics)))
+        values.update(flat(measured.compute(metrics, positions=torch.cat(seen))))
     return values
 
 

@@ -313,7 +313,8 @@ def kind_of(metric: Any) -> str:
 
 
 def _name_of(function: Any) -> str:
-    return str(getattr(function, "__qualname__", type(function).__qualname__))
+    """With brackets: a function called "sum" is not the rule "sum"."""
+    return f"{getattr(function, '__qualname__', type(function).__qualname__)}()"
 
 
 _base: frozenset[str] = frozenset()

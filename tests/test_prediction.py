@@ -278,7 +278,7 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], words
 
 def own_class() -> tuple[bool, ...]:
     """A class that is not in any module, as those of a script or a notebook."""
-    kind = namedtuple("kind", ["x"])  # type: ignore[misc]
+    kind = namedtuple("kind", ["x"])
     found = collect(lambda part: kind(part.data[0]), 5)
     return isinstance(found, kind), found._fields == ("x",)
 

@@ -75,11 +75,36 @@ def test_what_is_read_back_is_what_was_predicted(
     assert same(found, expected)
 
 
-def test_seven_processes_write_what_one_does_whatever_the_order(out: Path, tmp_path: Path) -> None:
-    collect(ragged, 29, out=out)
-    run_ranks(collect, 7, ragged, 29, out=tmp_path / "other", loader={"shuffle": True})
+@pytest.mark.parametrize("size", [2, 7])
+def test_any_number_of_processes_and_any_order_give_the_same_files(
+    out: Path, tmp_path: Path, size: int
+) -> None:
+    collect(with_lists, 29, out=out)
+    other = tmp_path / "other"
+    run_ranks(collect, size, with_lists, 29, 20, out=other, loader={"shuffle": True})
     for file in sorted(out.iterdir()):
-        assert file.read_bytes() == (tmp_path / "other" / file.name).read_bytes()
+        assert file.read_bytes() == (other / file.name).read_bytes()
+
+
+def test_a_write_that_the_system_takes_in_bites_is_whole(out: Path) -> None:
+    write = os.pwrite
+    bites = mock.patch("os.pwrite", lambda file, data, place: write(file, data[:7], place))
+    with bites:
+        collect(with_lists, 29, out=out)
+    assert same(loaded(out), alone(with_lists, 29))
+
+
+def test_tensors_in_one_file_start_where_their_types_may(out: Path) -> None:
+    collect(nested, 29, out=out, format="safetensors")
+    columns = json.loads((out / "manifest.json").read_text())["columns"]
+    for column in (column for column in columns if column["kind"] == "tensor"):
+        assert column["offset"] % getattr(torch, column["dtype"]).itemsize == 0
+
+
+def test_lines_are_put_in_order_block_by_block(out: Path) -> None:
+    with mock.patch("evenly.rows._BLOCK", 5):
+        collect(ragged, 29, out=out)
+    assert same(loaded(out), alone(ragged, 29))
 
 
 def test_numpy_json_and_safetensors_read_the_files(out: Path, tmp_path: Path) -> None:

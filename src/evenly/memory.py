@@ -22,7 +22,7 @@ Chunk = tuple[Indices, list[Any]]
 
 # What all ranks together send at a time: this much, and as much again while it is unpickled, is
 # what a rank holds beside the result.
-_ROUND = 64 * 2**20
+_ROUND = 32 * 2**20
 
 
 class Memory:
@@ -44,16 +44,22 @@ class Memory:
         self._chunks.append((indices, values))
 
     def finish(self) -> Any:
-        """Exchange and put in order. All ranks meet, once for every 64 MiB of predictions.
+        """Exchange and put in order. All ranks meet, once for every 32 MiB of predictions.
 
         What has been sent is let go of, so that the predictions are held about once.
         """
         world = current_world()
         mine = self._keep == "all" or world.rank == 0
-        counts = self._rounds(_ROUND // world.size)
-        rounds = max(map(len, together(lambda: counts)))
         columns = self._schema.columns if self._schema is not None else ()
-        wholes = [_whole(column, self._length) if mine else None for column in columns]
+        wholes: list[Any] = [None] * len(columns)
+
+        def ready() -> list[int]:
+            if mine:  # here, so that a rank without the memory for it is an error on all
+                wholes[:] = [_whole(column, self._length) for column in columns]
+            return self._rounds(_ROUND // world.size)
+
+        plans = together(ready)
+        counts, rounds = plans[world.rank], max(map(len, plans))
         for number in range(rounds):
             take = counts[number] if number < len(counts) else 0
             for indices, values in self._exchanged([self._chunks.popleft() for _ in range(take)]):

@@ -18,12 +18,15 @@ from evenly.columns import Schema, read
 from evenly.errors import DataError, DisagreementError, SettingError
 from evenly.folder import Folder
 from evenly.layout import Format
+from evenly.manifest import read_predictions
 from evenly.memory import Indices, Keep, Memory
 from evenly.part import Part
 from evenly.tally import Tally, every_sample_once
 from evenly.together import together
 from evenly.turn import on_rank
 from evenly.world import World, current_world
+
+__all__ = ["predict", "read_predictions"]
 
 Function = Callable[[Part], Any]
 
@@ -53,14 +56,14 @@ def predict(
     """
     world = current_world()
     folder = None if out is None else Path(out).absolute()
-    _check(length, keep, folder, format)
+    together(lambda: _check(length, keep, folder, format))
     agree((length, keep, folder, format), "what predict() was asked for")
     token = on_rank(0)(lambda: uuid4().hex[:12])()
     sink = Memory(length, keep) if folder is None else Folder(folder, format, length, token)
     walk = _Walk(parts, function, length, world, token)
     try:
         sink.prepare()
-        schema = _agreed(together(walk.first))
+        schema = _agreed(together(walk.first), walk.schema)
         sink.open(schema)
         tallies = together(lambda: walk.rest(sink, schema))
         every_sample_once(tallies, length)
@@ -81,6 +84,7 @@ class _Walk:
         self._world = world
         self._stop = f"prediction/{token}/stop"
         self._looked = time.monotonic()
+        self.schema: Schema | None = None
         self._pending: tuple[Indices, list[Any]] | None = None
         self._tally = Tally(length, world.rank, world.size)
 
@@ -89,9 +93,9 @@ class _Walk:
         part = next(self._parts, None)
         if part is None or part.weight == 0:
             return None
-        schema, values = self._predicted(part)
-        self._pending = (part.indices.numpy(), values)
-        return schema
+        self.schema, values = self._predicted(part)
+        self._pending = (part.indices.cpu().numpy(), values)
+        return self.schema
 
     def rest(self, sink: Memory | Folder, schema: Schema) -> Tally:
         """Predict the other parts. When a rank fails, the others stop early and meet it."""
@@ -105,7 +109,7 @@ class _Walk:
                 if part.weight:
                     found, values = self._predicted(part)
                     _compare(found, schema, part)
-                    self._keep(sink, part.indices.numpy(), values)
+                    self._keep(sink, part.indices.cpu().numpy(), values)
         except Exception:
             with contextlib.suppress(RuntimeError):  # without a store there is no meeting either
                 if self._world.store is not None:
@@ -148,8 +152,11 @@ def _check(length: int, keep: Keep, out: Path | None, format: Format) -> None:
         parquet.check_installed()
 
 
-def _agreed(schemas: list[Schema | None]) -> Schema:
-    """The structure that all ranks with samples found."""
+def _agreed(schemas: list[Schema | None], own: Schema | None) -> Schema:
+    """The structure that all ranks with samples found.
+
+    A rank's own where it has one: classes that a script defines come as copies from other ranks.
+    """
     found = [(rank, schema) for rank, schema in enumerate(schemas) if schema is not None]
     if not found:
         raise DataError(
@@ -159,7 +166,7 @@ def _agreed(schemas: list[Schema | None]) -> Schema:
     if any(schema.text != found[0][1].text for _, schema in found):
         listing = ", ".join(f"rank {rank}: {schema.text}" for rank, schema in found)
         raise DisagreementError(f"the predictions differ between ranks ({listing}). {_REMEDY}")
-    return found[0][1]
+    return own or found[0][1]
 
 
 def _compare(found: Schema, schema: Schema, part: Part) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from evenly.collectives import all_gather_object
+from evenly.collectives import all_gather_object, any_rank
 from evenly.errors import SettingError
 from evenly.objective import Total
 
@@ -37,7 +37,7 @@ class Averages:
         self._totals = {}
 
 
-def means(ranks: Iterable[Numbers]) -> dict[str, float]:
+def _means(ranks: Iterable[Numbers]) -> dict[str, float]:
     """The means over all ranks' totals; nan where nothing has weight."""
     sums: Numbers = {}
     for numbers in ranks:
@@ -48,8 +48,9 @@ def means(ranks: Iterable[Numbers]) -> dict[str, float]:
 
 
 def gathered(averages: Averages) -> dict[str, float]:
-    """The means over all ranks; a meeting of all. Ranks may have different names."""
-    return means(all_gather_object(averages.numbers()))
+    """The means over all ranks; a meeting of all. Ranks may have different names, or none."""
+    numbers = averages.numbers()
+    return _means(all_gather_object(numbers)) if any_rank(bool(numbers)) else {}
 
 
 def _one(name: str, value: object) -> Number:

@@ -91,18 +91,21 @@ class Carriage(nn.Module):
         last: bool,
         stop: bool = False,
     ) -> Tensor:
-        """The loss, whose backward pass gives ``factor`` times its gradient and sends the values.
+        """A loss with ``factor`` times this one's gradient, whose backward pass sends the values.
 
-        ``last`` is for the last micro-batch of the step, which also sends the tag.
+        Its own value means nothing. ``last`` is for the last micro-batch of a step, which also
+        sends the tag.
         """
         values = self._values(total, weight, last, stop)
         if self._size == 1:
             self._keep(values)
             return loss if factor == 1.0 else loss * factor
         if isinstance(values, list):
-            values = torch.tensor(values, dtype=self.carrier.dtype)
-        loaded: Tensor = _Load.apply(loss, self.carrier, factor, values)
-        return loaded
+            values = torch.tensor(values, dtype=self.kind)
+        elif loss.device != values.device:
+            loss = loss.to(values.device)
+        # The values become the carrier's gradient. It is zero itself, and adds nothing.
+        return torch.add(torch.dot(self.carrier, values), loss, alpha=factor)
 
     def load_nothing(self, *, touch: bool, last: bool, stop: bool = False) -> Tensor:
         """What a rank without samples gives instead of running the user's code.
@@ -123,7 +126,10 @@ class Carriage(nn.Module):
             values, desk.kept = desk.kept, None
         else:
             # A copy, because it is a part of DDP's bucket, which the next step overwrites.
-            values, self.carrier.grad = self.carrier.grad.clone(), None  # type: ignore[union-attr]
+            carrier = self.carrier
+            assert carrier.grad is not None
+            values = carrier.grad.clone() if carrier.is_cuda else carrier.grad.tolist()
+            carrier.grad = None
         assert values is not None
         return values
 
@@ -162,20 +168,6 @@ def _rows(kind: torch.dtype) -> Tensor:
     rows[1, :, 2] = 1
     rows[:, :, 3], rows[:, :, 4] = tags, tags * tags
     return rows
-
-
-class _Load(torch.autograd.Function):
-    """Pass a loss on; in the backward pass scale its gradient, and give the carrier its values."""
-
-    @staticmethod
-    def forward(context: Any, loss: Tensor, carrier: Tensor, factor: float, values: Tensor) -> Any:
-        context.factor, context.values = factor, values
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> Any:
-        gradient = gradients[0] if context.factor == 1.0 else gradients[0] * context.factor
-        return gradient, context.values, None, None
 
 
 class _Nothing(torch.autograd.Function):

@@ -222,6 +222,14 @@ def agree(value: T, name: str = "value", *, group: Group = None) -> T:
     return value
 
 
+def any_rank(flag: bool, *, group: Group = None) -> bool:
+    """Whether it is so on any rank; one small collective."""
+    if size_of(group) == 1:
+        return flag
+    wire = wire_for(torch.device("cpu"), group)
+    return bool(all_reduce(torch.full((1,), float(flag), device=wire), check=False, group=group))
+
+
 def _compare(value: object, name: str, advice: str, group: Group) -> None:
     values = all_gather_object(value, group=group)
     if not all(_equal(other, values[0]) for other in values):

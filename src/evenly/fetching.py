@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,8 +30,7 @@ from evenly.seeding import (
 Collate = Callable[[list[Any]], Any]
 
 
-@dataclass(frozen=True)
-class Wish:
+class Wish(NamedTuple):
     """What the loader wants next."""
 
     epoch: int
@@ -40,8 +38,7 @@ class Wish:
     indices: NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """What it gets: the data, or the error to raise in the training process."""
 
     wish: Wish

@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from evenly.averages import means
-from evenly.collectives import all_gather_object
+from evenly.averages import gathered
+from evenly.collectives import any_rank
 from evenly.every import Every
 from evenly.loader import Loader
 from evenly.part import Part
 from evenly.schedule import Schedule
-from evenly.seeding import seed_streams
+from evenly.seeding import StepStreams
 from evenly.update import Outcome, Update
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ class Fit:
         # On a GPU a step's news are read after the next one was launched, so nobody waits.
         self._late = int(self._world.device.type == "cuda")
         self._pending: deque[tuple[int, Outcome]] = deque()
+        self._streams = StepStreams(trainer.seed, self._world.rank)
+        self._first = True  # of the epoch
         self._loss = [0.0, 0.0]
         self._validated: dict[str, Any] = {}
         self._step_hooks = [self._hooks.has(name) for name in ("on_step_start", "on_step_end")]
@@ -54,10 +56,12 @@ class Fit:
     def _epoch(self) -> None:
         trainer = self._trainer
         self._update.refresh()
+        self._first = True
         self._loss = [0.0, 0.0]
         self._validated = {}
         self._hooks.call("on_epoch_start", trainer)
-        parts = self._train.epoch(trainer.epoch, start=trainer.position)
+        # The ranks' positions are equal by the way they came about, and steps carry a tag.
+        parts = self._train.epoch(trainer.epoch, start=trainer.position, compare=False)
         while trainer.step < self._total and not trainer.stopped:
             begin = time.perf_counter()
             part = next(parts, None)
@@ -76,8 +80,14 @@ class Fit:
         trainer.part = part
         if self._step_hooks[0]:
             self._hooks.call("on_step_start", trainer)
-        seed_streams(trainer.seed, "step", part.epoch, part.step, self._world.rank)
+        if self._first:
+            self._streams.watch(part.epoch, part.step)
+        else:
+            self._streams.seed(part.epoch, part.step)
         outcome = self._update.step(part, stop=trainer.stop_wanted)
+        if self._first:
+            self._streams.look()
+            self._first = False
         self._schedule.after_step()
         trainer.step += 1
         trainer.position += 1
@@ -111,18 +121,18 @@ class Fit:
 
     def _agree_to_stop(self) -> None:
         """Between steps nothing travels with gradients, so the ranks ask each other."""
-        if any(all_gather_object(self._trainer.stop_wanted)):
+        if any_rank(self._trainer.stop_wanted):
             self._trainer.stopped = True
 
     def _end_of_epoch(self) -> None:
         trainer = self._trainer
         whole = trainer.position == len(self._train)
-        ranks = all_gather_object(trainer.averages.numbers())
+        logged = gathered(trainer.averages)
         trainer.averages.clear()
         values: dict[str, Any] = {}
         if self._loss[1]:
             values["train/loss"] = self._loss[0] / self._loss[1]
-        values.update({f"train/{name}": value for name, value in means(ranks).items()})
+        values.update({f"train/{name}": value for name, value in logged.items()})
         values.update(
             {f"train/{name}": value for name, value in trainer.computed_train_metrics().items()}
         )

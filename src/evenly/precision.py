@@ -41,8 +41,8 @@ class Mixed:
             return self._full
         return torch.autocast(self._device, self._type)
 
-    def backward(self, loss: Tensor) -> None:
-        loss.backward(None if self._scaler is None else self._scaler.scale(torch.ones_like(loss)))
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss if self._scaler is None else self._scaler.scale(loss)
 
     def unscale(self, optimizer: Optimizer) -> float:
         """Bring gradients to their true size, for clipping and inspection; returns by how much."""

@@ -113,36 +113,31 @@ class Recipe:
             return self._weigh_total(loss, size / whole)
         if isinstance(loss, Sum):
             # Weights of all ranks add up to 1: what is shown is the sum over the step.
-            return Weighed(loss.value, float(size), loss.value.detach(), count / whole, False)
+            return Weighed(loss.value, float(size), _number(loss.value), count / whole, False)
         _check_number(loss)
         if loss.dtype in (torch.float16, torch.bfloat16):
             loss = loss.float()
         weight: Tensor | float = count
         if self._recognised is not None and not split:
             if self._recognised.reduction == "sum":
-                return Weighed(loss, 1.0, loss.detach(), 1.0, False)
-            weight = self._recognised.weight(output.predictions, output.target)
+                return Weighed(loss, 1.0, _number(loss), 1.0, False)
+            weight = _number(self._recognised.weight(output.predictions, output.target))
         if count == 0:
             # The mean of nothing is nan; its gradient must be zero and not nan.
             loss = loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
-        factor = count * size / whole
-        if loss.is_cuda:
-            return Weighed(loss, factor, loss.detach() * weight, weight, False)
-        return Weighed(loss, factor, loss.item() * float(weight), weight, False)
+        return Weighed(loss, count * size / whole, _number(loss) * weight, weight, False)
 
     def _weigh_total(self, total: Total, factor: float) -> Weighed:
         value, weight = total.sum, total.weight
         _check_number(value)
         assert isinstance(value, Tensor)
-        if isinstance(weight, Tensor):
-            if weight.numel() != 1:
-                raise LossError(
-                    f"the weight of a Total has shape {tuple(weight.shape)}; it must be one "
-                    "number, such as lengths.sum()."
-                )
-            weight = weight.detach().reshape(())
+        if isinstance(weight, Tensor) and weight.numel() != 1:
+            raise LossError(
+                f"the weight of a Total has shape {tuple(weight.shape)}; it must be one number, "
+                "such as lengths.sum()."
+            )
         value = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-        return Weighed(value, factor, value.detach(), weight, True)
+        return Weighed(value, factor, _number(value), _number(weight), True)
 
     def _outcome(self, model: nn.Module, data: Any) -> Output:
         assert self._step is not None
@@ -153,6 +148,13 @@ class Recipe:
                 "evenly.Output(loss=..., predictions=..., target=...)."
             )
         return output
+
+
+def _number(value: Tensor | float) -> Tensor | float:
+    """Python's number, which is quicker to work with, unless a GPU would have to be waited for."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().reshape(()) if value.is_cuda else value.item()
 
 
 def _check_number(loss: Any) -> None:

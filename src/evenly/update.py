@@ -147,13 +147,14 @@ class Update:
         if self._replica is None:
             loss = self._forward(run, runs, last, stop)
         else:
-            self._replica.require_backward_grad_sync = last
+            if self._replica.require_backward_grad_sync != last:  # setting it costs microseconds
+                self._replica.require_backward_grad_sync = last
             loss = self._replica(functools.partial(self._forward, run, runs, last, stop))
         if self._rescale is None:
             found = agreed(self._found)
             self._rescale = found.rescale
             self._meets = found.meets if self._meets is None else self._meets
-        self._mixed.backward(loss)
+        loss.backward()
 
     def _forward(self, run: Part, runs: int, last: bool, stop: bool) -> Tensor:
         """This rank's share of the loss of a run, loaded with what the ranks are to know."""
@@ -174,8 +175,9 @@ class Update:
         self._runs.append((run, weighed.total))
         if run.weight:
             self._watch(run, output)
+        loss = self._mixed.scale(weighed.loss)
         return self._carriage.load(
-            weighed.loss if weighed.loss.dim() == 0 else weighed.loss.reshape(()),
+            loss if loss.dim() == 0 else loss.reshape(()),
             factor=weighed.factor,
             total=weighed.total,
             weight=weighed.weight,
@@ -219,7 +221,7 @@ class Update:
             assert isinstance(values, Tensor)
             weight = (values[1] * self._world.size).clamp_min(torch.finfo(values.dtype).tiny)
             factor = samples / weight
-        elif news.weight and abs(samples / news.weight - 1) > 4 * torch.finfo(self._kind).eps:
+        elif news.weight and abs(samples / news.weight - 1) > self._rounding:
             factor = samples / news.weight
         if isinstance(factor, Tensor) or factor != 1.0:
             torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], factor)
@@ -231,7 +233,7 @@ class Update:
             modules.append(self._recipe.module)
         world = self._world
         self._carriage = Carriage(modules, size=world.size, device=world.device)
-        self._kind = self._carriage.kind
+        self._rounding = 4 * torch.finfo(self._carriage.kind).eps
         self._parameters = self._carriage.parameters_of_modules
         self._settled = self._trained()
         if self._replica is not None:

@@ -40,6 +40,8 @@ class Verdict:
 
     def good(self, news: News, runs: Runs) -> bool:
         """Whether a step may be used; raises where the run must end."""
+        if not news.apart and news.weight != 0 and math.isfinite(news.total):
+            return True
         part = runs[0][0]
         where = f"step {part.step} of epoch {part.epoch}"
         if news.apart:
@@ -54,7 +56,7 @@ class Verdict:
                 "samples out, or give some of them weight.",
                 agreed=True,
             )
-        if math.isfinite(news.total) or self._nonfinite == "continue":
+        if self._nonfinite == "continue":
             return True
         return self._answer(f"the loss of {where} is {news.total / news.weight}", runs)
 

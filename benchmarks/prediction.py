@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 
 import evenly
 from evenly.crew import Crew
-from evenly.manifest import read_predictions
 from evenly.prediction import predict
+from evenly.prediction.manifest import read_predictions
 
 LENGTH, WIDTH, BATCH, SIZE = 1_000_000, 128, 4096, 4
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from evenly.denominators import _MODULES, recognise
 from evenly.objective import Sum, Total
+from evenly.training.denominators import _MODULES, recognise
 
 
 def value(total: Any) -> float:

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 import evenly
-from evenly import memory
 from evenly.errors import DataError, EvenlyError, SettingError
-from evenly.prediction import predict
+from evenly.prediction import memory, predict
 from evenly.testing import run_ranks
 from evenly.tree import map_leaves
 
@@ -111,7 +110,7 @@ def test_shuffled_parts_come_back_in_data_set_order_too() -> None:
 
 
 def in_small_rounds() -> Any:
-    with mock.patch("evenly.memory._ROUND", 200):
+    with mock.patch("evenly.prediction.memory._ROUND", 200):
         return collect(ragged, 29)
 
 
@@ -302,7 +301,7 @@ def test_settings_that_differ_between_ranks_are_an_error_on_all() -> None:
 def without_memory() -> str:
     with evenly.open_world() as world:
         whole = mock.Mock(side_effect=OwnError("no memory")) if world.rank else memory._whole
-        with mock.patch("evenly.memory._whole", whole):
+        with mock.patch("evenly.prediction.memory._whole", whole):
             return refused(tensor)
 
 

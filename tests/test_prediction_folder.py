@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 import evenly
 from evenly.errors import LaunchError, SettingError, StorageError
-from evenly.manifest import read_predictions
-from evenly.rows import Rows
+from evenly.prediction.manifest import read_predictions
+from evenly.prediction.rows import Rows
 from evenly.testing import run_ranks
 from evenly.tree import map_leaves
 from test_prediction import (
@@ -102,7 +102,7 @@ def test_tensors_in_one_file_start_where_their_types_may(out: Path) -> None:
 
 
 def test_lines_are_put_in_order_block_by_block(out: Path) -> None:
-    with mock.patch("evenly.rows._BLOCK", 5):
+    with mock.patch("evenly.prediction.rows._BLOCK", 5):
         collect(ragged, 29, out=out)
     assert same(loaded(out), alone(ragged, 29))
 
@@ -214,7 +214,7 @@ def test_a_function_that_raises_leaves_nothing(out: Path, step: int) -> None:
 
 
 def failing_at(name: str, out: Path) -> str:
-    with mock.patch(f"evenly.folder.{name}", side_effect=OSError(errno.EIO, "broken")):
+    with mock.patch(f"evenly.prediction.folder.{name}", side_effect=OSError(errno.EIO, "broken")):
         return refused(with_lists, out=out)
 
 
@@ -227,7 +227,7 @@ def test_a_failure_at_the_start_or_the_very_end_leaves_nothing_either(out: Path,
 
 def test_a_folder_whose_name_may_not_survive_a_power_cut_is_taken_back(out: Path) -> None:
     effects = [None, OSError(errno.EIO, "broken")]
-    with mock.patch("evenly.folder.sync_folder", side_effect=effects):
+    with mock.patch("evenly.prediction.folder.sync_folder", side_effect=effects):
         with pytest.raises(StorageError, match="broken"):
             collect(tensor, 12, out=out)
     assert not out.exists()
@@ -302,7 +302,7 @@ def test_types_and_keys_that_a_format_lacks_are_refused(out: Path) -> None:
 
 
 def test_parquet_without_pyarrow_says_what_to_install(out: Path) -> None:
-    with mock.patch("evenly.parquet.find_spec", return_value=None):
+    with mock.patch("evenly.prediction.parquet.find_spec", return_value=None):
         with pytest.raises(SettingError, match=r"pip install pyarrow$"):
             collect(must_not_run, 12, out=out, format="parquet")
 

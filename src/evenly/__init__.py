@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from evenly import callbacks, data, errors, testing
+    from evenly import callbacks, data, errors, metrics, testing
     from evenly.collectives import (
         agree,
         all_gather,
@@ -31,9 +31,11 @@ if TYPE_CHECKING:
     from evenly.layers import SyncBatchNorm
     from evenly.loader import Loader
     from evenly.matching import match
+    from evenly.metrics import compute
     from evenly.objective import Output, Total
     from evenly.part import Part
     from evenly.plan import Plan, split
+    from evenly.prediction import read_predictions
     from evenly.replica import replicate
     from evenly.seeding import sample_generator, sample_keys
     from evenly.stepping import step_each
@@ -59,6 +61,7 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "callbacks",
+    "compute",
     "current_world",
     "data",
     "errors",
@@ -66,8 +69,10 @@ __all__ = [
     "gather_object",
     "launch",
     "match",
+    "metrics",
     "on_rank",
     "open_world",
+    "read_predictions",
     "reduce",
     "reduce_scatter",
     "replicate",
@@ -89,18 +94,20 @@ _HOME = {
     "Total": "objective",
     "Trainer": "trainer",
     "World": "world",
+    "compute": "metrics",
     "current_world": "world",
     "launch": "crew",
     "match": "matching",
     "on_rank": "turn",
     "open_world": "world",
+    "read_predictions": "prediction",
     "replicate": "replica",
     "sample_generator": "seeding",
     "sample_keys": "seeding",
     "split": "plan",
     "step_each": "stepping",
 }
-_MODULES = ("callbacks", "data", "errors", "testing")
+_MODULES = ("callbacks", "data", "errors", "metrics", "testing")
 
 
 def __getattr__(name: str) -> Any:

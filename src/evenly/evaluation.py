@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from evenly import metrics as measured
-from evenly.averages import Averages, gathered
 from evenly.objective import Total
 from evenly.part import Part
-from evenly.precision import Mixed
-from evenly.recipe import Recipe
-from evenly.rehearsal import evaluating
+from evenly.training.averages import Averages, gathered
+from evenly.training.precision import Mixed
+from evenly.training.recipe import Recipe
+from evenly.training.rehearsal import evaluating
 
 
 @torch.no_grad()

@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from evenly.averages import gathered
 from evenly.collectives import any_rank
-from evenly.every import Every
 from evenly.loader import Loader
 from evenly.part import Part
-from evenly.schedule import Schedule
 from evenly.seeding import StepStreams
-from evenly.update import Outcome, Update
+from evenly.training.averages import gathered
+from evenly.training.every import Every
+from evenly.training.schedule import Schedule
+from evenly.training.update import Outcome, Update
 
 if TYPE_CHECKING:
     from evenly.trainer import Trainer

@@ -13,31 +13,31 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from evenly import metrics as measured
-from evenly.averages import Averages
 from evenly.callbacks.base import Hooks
 from evenly.callbacks.progress import Progress
 from evenly.errors import EvenlyWarning, SettingError
 from evenly.evaluation import evaluate, flat
-from evenly.every import every
 from evenly.fetching import Collate
 from evenly.fitting import Fit
-from evenly.history import History
-from evenly.inventory import find_holders
 from evenly.loader import Loader
 from evenly.matching import OnDifference, match_buffers, place, repair
-from evenly.notices import notices
+from evenly.metrics.inventory import find_holders
 from evenly.objective import Output, Total
 from evenly.part import Part
 from evenly.plan import Tail
-from evenly.precision import Mixed, Precision
 from evenly.prediction import predict
-from evenly.recipe import Forward, Loss, Recipe, Step
-from evenly.rehearsal import evaluating
 from evenly.replica import check_trainable
-from evenly.schedule import Factory, Schedule
 from evenly.seeding import seed_streams, streams_kept
-from evenly.update import Update, UpdateSettings
-from evenly.verdict import Nonfinite, Verdict
+from evenly.training.averages import Averages
+from evenly.training.every import every
+from evenly.training.history import History
+from evenly.training.notices import notices
+from evenly.training.precision import Mixed, Precision
+from evenly.training.recipe import Forward, Loss, Recipe, Step
+from evenly.training.rehearsal import evaluating
+from evenly.training.schedule import Factory, Schedule
+from evenly.training.update import Update, UpdateSettings
+from evenly.training.verdict import Nonfinite, Verdict
 from evenly.world import World, join_world
 
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from evenly.errors import SettingError
-from evenly.files import array_header, create, opened, runs, write_at
+from evenly.prediction.files import array_header, create, opened, runs, write_at
 
 _BLOCK = 2**16
 

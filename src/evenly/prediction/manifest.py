@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from evenly.columns import ATOMS
 from evenly.errors import SettingError, StorageError
-from evenly.rows import Rows
+from evenly.prediction.columns import ATOMS
+from evenly.prediction.rows import Rows
 from evenly.tree import map_leaves
 
 NAME = "manifest.json"

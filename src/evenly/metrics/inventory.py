@@ -10,7 +10,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import BootStrapper, MetricTracker, Running
 
 from evenly.errors import DisagreementError, SettingError
-from evenly.states import (
+from evenly.metrics.states import (
     CollectionHolder,
     Holder,
     MetricHolder,

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from evenly.errors import SettingError, StorageError
-from evenly.files import opened
-from evenly.manifest import read_columns
+from evenly.prediction.files import opened
+from evenly.prediction.manifest import read_columns
 from evenly.tree import map_leaves
 
 FILE = "predictions.parquet"

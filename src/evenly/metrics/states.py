@@ -16,7 +16,7 @@ from torchmetrics.metric import CompositionalMetric
 from torchmetrics.utilities import data as reductions
 
 from evenly.errors import DisagreementError, SettingError
-from evenly.merging import RULES, Order, join, merge_tensors, merge_values
+from evenly.metrics.merging import RULES, Order, join, merge_tensors, merge_values
 from evenly.objective import Total
 from evenly.tree import leaves, map_leaves
 

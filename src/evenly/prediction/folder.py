@@ -10,15 +10,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from evenly import parquet
-from evenly.columns import Schema
 from evenly.errors import SettingError, StorageError
-from evenly.files import create, opened, runs, sync_folder, write_at
-from evenly.layout import Format, Layout, file_names, lay_out
-from evenly.manifest import described, make_manifest, write_manifest
-from evenly.memory import Indices
-from evenly.rows import RowWriter
-from evenly.together import together
+from evenly.prediction import parquet
+from evenly.prediction.columns import Schema
+from evenly.prediction.files import create, opened, runs, sync_folder, write_at
+from evenly.prediction.layout import Format, Layout, file_names, lay_out
+from evenly.prediction.manifest import described, make_manifest, write_manifest
+from evenly.prediction.memory import Indices
+from evenly.prediction.rows import RowWriter
+from evenly.prediction.together import together
 from evenly.turn import on_rank
 from evenly.world import current_world
 

@@ -13,10 +13,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from evenly.carrier import News
 from evenly.collectives import all_gather_object
 from evenly.errors import EvenlyWarning, LossError, SettingError
 from evenly.part import Part
+from evenly.training.carrier import News
 from evenly.tree import leaves
 from evenly.world import World
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from evenly.denominators import Recognised, recognise
 from evenly.errors import LossError, SettingError
 from evenly.objective import Output, Sum, Total
+from evenly.training.denominators import Recognised, recognise
 from evenly.tree import map_leaves
 
 Loss = Callable[[Any, Any], Tensor | Total]

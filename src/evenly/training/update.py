@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from evenly.carrier import Carriage, Message, News
 from evenly.errors import LossError, SettingError
 from evenly.layers import SyncBatchNorm
 from evenly.objective import Output
 from evenly.part import Part
-from evenly.precision import Mixed
-from evenly.recipe import Recipe, Weighed
-from evenly.rehearsal import Findings, agreed, doubt
 from evenly.replica import Replica, wrap
-from evenly.verdict import Runs, Verdict
+from evenly.training.carrier import Carriage, Message, News
+from evenly.training.precision import Mixed
+from evenly.training.recipe import Recipe, Weighed
+from evenly.training.rehearsal import Findings, agreed, doubt
+from evenly.training.verdict import Runs, Verdict
 from evenly.world import World
 
 _ABSENT = (

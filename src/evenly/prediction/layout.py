@@ -12,9 +12,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from evenly.columns import Bytes, Column, bytes_of, tensor_of
 from evenly.errors import SettingError
-from evenly.files import array_header
+from evenly.prediction.columns import Bytes, Column, bytes_of, tensor_of
+from evenly.prediction.files import array_header
 
 Format = Literal["npy", "safetensors", "parquet"]
 

@@ -18,7 +18,7 @@ from evenly.collectives import all_gather_object
 from evenly.errors import DataError, LossError
 from evenly.objective import Output, Sum, Total
 from evenly.part import rows
-from evenly.recipe import Recipe
+from evenly.training.recipe import Recipe
 from evenly.tree import leaves, map_leaves
 
 # Where a batch is cut: parts may happen to have equal shares of what the loss divides by.

@@ -20,11 +20,11 @@ from torch import Tensor
 from torchmetrics.wrappers import MetricTracker
 
 from evenly.errors import DisagreementError, SettingError
-from evenly.inventory import compare, find_holders
 from evenly.meeting import Group, size_of
-from evenly.merging import Order
-from evenly.parcel import exchange
-from evenly.states import Report
+from evenly.metrics.inventory import compare, find_holders
+from evenly.metrics.merging import Order
+from evenly.metrics.parcel import exchange
+from evenly.metrics.states import Report
 from evenly.tree import leaves, map_leaves
 from evenly.world import open_world
 

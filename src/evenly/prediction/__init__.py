@@ -12,17 +12,17 @@ from uuid import uuid4
 
 import torch
 
-from evenly import parquet
 from evenly.collectives import agree
-from evenly.columns import Schema, read
 from evenly.errors import DataError, DisagreementError, SettingError
-from evenly.folder import Folder
-from evenly.layout import Format
-from evenly.manifest import read_predictions
-from evenly.memory import Indices, Keep, Memory
 from evenly.part import Part
-from evenly.tally import Tally, every_sample_once
-from evenly.together import together
+from evenly.prediction import parquet
+from evenly.prediction.columns import Schema, read
+from evenly.prediction.folder import Folder
+from evenly.prediction.layout import Format
+from evenly.prediction.manifest import read_predictions
+from evenly.prediction.memory import Indices, Keep, Memory
+from evenly.prediction.tally import Tally, every_sample_once
+from evenly.prediction.together import together
 from evenly.turn import on_rank
 from evenly.world import World, current_world
 

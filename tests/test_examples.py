@@ -48,3 +48,16 @@ def test_several_losses_from_one_forward_pass_equal_those_of_one_process(name: s
     for size in (2, 3):
         for weights in run_ranks(weights_of, size, name, torch.float64):
             assert largest_difference(weights, reference) <= 1e-10
+
+
+def language_model() -> tuple[list[torch.Tensor], list[float]]:
+    weights, trainer = load("language_model").train(torch.float64)
+    return weights, list(trainer.history["train/right"].values)
+
+
+def test_the_language_model_equals_that_of_one_process_and_learns() -> None:
+    weights, right = run_ranks(language_model, 1)[0]
+    assert right[-1] > 0.5
+    for other, its_right in run_ranks(language_model, 3):
+        assert largest_difference(other, weights) <= 1e-10
+        assert its_right == pytest.approx(right, abs=1e-12)

@@ -10,6 +10,8 @@ import evenly
 
 # Tests of several ranks run on the CPU also where there is one GPU; GPU tests ask for it.
 os.environ["EVENLY_DEVICE"] = "cpu"
+# torch's store looks up a name for 127.0.0.1 now and then; where DNS is slow, five seconds long.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from evenly import metrics as measured
+from evenly.meeting import some_absent
 from evenly.objective import Total
 from evenly.part import Part
 from evenly.training.averages import Averages, gathered
@@ -39,7 +41,8 @@ def evaluate(
         for part in parts:
             if part.weight == 0 and not meets:
                 continue
-            with mixed.autocast():
+            lonely = part.global_weight < part.world.size and not meets
+            with mixed.autocast(), some_absent() if lonely else contextlib.nullcontext():
                 output = recipe.run(model, part.data, split=True)
             if output.loss is not None:
                 weighed = recipe.weigh(output, count=part.weight, whole=samples, size=1, split=True)

@@ -35,6 +35,22 @@ def meeting(what: str) -> Iterator[None]:
         raise explained from None
 
 
+@contextlib.contextmanager
+def some_absent() -> Iterator[None]:
+    """Around code that other ranks skip because they have no samples: meetings in it are refused,
+    which would wait for ever.
+    """
+    world = current_world()
+    world.absent = (
+        "some ranks have no samples in this step and do not run the forward pass. If ranks must "
+        "meet in it, say so: Trainer(collective_forward=True)."
+    )
+    try:
+        yield
+    finally:
+        world.absent = ""
+
+
 def wire_for(device: torch.device, group: Group) -> torch.device:
     """Where tensors of ``device`` must be to travel: gloo carries CPU tensors only."""
     backends = wire_types(str(dist.get_backend_config(group)))

@@ -19,6 +19,7 @@ from evenly.errors import EvenlyWarning, SettingError
 from evenly.evaluation import evaluate, flat
 from evenly.fetching import Collate
 from evenly.fitting import Fit
+from evenly.layers import SyncBatchNorm
 from evenly.loader import Loader
 from evenly.matching import OnDifference, match_buffers, place, repair
 from evenly.metrics.inventory import find_holders
@@ -167,6 +168,7 @@ class Trainer:
         self.history = History()
         self.averages = Averages()
         self._update: Update | None = None
+        self._told = False
         self.stop_wanted = self.stopped = False
 
     def fit(
@@ -217,7 +219,9 @@ class Trainer:
             raise SettingError("there is no optimizer to train with; give the Trainer one.")
         loader = self._loader(train, **self._training)
         self.total_steps = total = _total(epochs, steps, len(loader))
-        stages = {name: self._loader(data) for name, data in _stages(validate).items()}
+        stages = {
+            name: self._loader(data) for name, data in _stages(validate, "validation").items()
+        }
         self._update = update = Update(
             self.model,
             self._recipe,
@@ -246,7 +250,10 @@ class Trainer:
         return self.history
 
     def validate(self, data: Any) -> dict[str, Any]:
-        """Loss and metrics over a data set, each sample once; a meeting of all ranks."""
+        """Loss and metrics over a data set, each sample once; a meeting of all ranks.
+
+        Several data sets by name give their values by name.
+        """
         return self._evaluated(data, "validation")
 
     def test(self, data: Any) -> dict[str, Any]:
@@ -336,9 +343,10 @@ class Trainer:
         return values
 
     def _evaluated(self, data: Any, stage: str) -> dict[str, Any]:
-        loader = self._loader(data)
-        with self._guarded([loader]):
-            return self.evaluate_stage(loader, stage)
+        loaders = {name: self._loader(one) for name, one in _stages(data, stage).items()}
+        with self._guarded(list(loaders.values())):
+            found = {name: self.evaluate_stage(loader, name) for name, loader in loaders.items()}
+        return found if isinstance(data, Mapping) else found[stage]
 
     def _watch(self, part: Part, output: Output) -> None:
         """What one micro-batch gave."""
@@ -349,9 +357,12 @@ class Trainer:
                 measured.update(self._train_metrics, output.predictions, output.target)
 
     def _meets(self) -> bool:
-        if self._update is not None:
-            return self._update.meets
-        return bool(self._settings.collective_forward)
+        """Whether ranks meet in the user's code in evaluation. SyncBatchNorm meets in training."""
+        if self._settings.collective_forward is not None:
+            return self._settings.collective_forward
+        if any(isinstance(module, SyncBatchNorm) for module in self.model.modules()):
+            return False
+        return self._update is not None and self._update.meets
 
     def _on_gradients(self) -> None:
         self.hooks.call("on_gradients", self)
@@ -401,8 +412,9 @@ class Trainer:
         return made
 
     def _tell(self) -> None:
-        if self.world.rank:
+        if self.world.rank or self._told:
             return
+        self._told = True
         cut = self._settings.microbatch is not None and (
             self._settings.microbatch * self.world.size < self.batch_size
         )
@@ -447,10 +459,10 @@ def _made(model: Any, seed: int) -> nn.Module:
     return made
 
 
-def _stages(validate: Any) -> dict[str, Any]:
-    if validate is None:
+def _stages(data: Any, name: str) -> dict[str, Any]:
+    if data is None:
         return {}
-    return dict(validate) if isinstance(validate, Mapping) else {"validation": validate}
+    return dict(data) if isinstance(data, Mapping) else {name: data}
 
 
 def _total(epochs: int | None, steps: int | None, per_epoch: int) -> int:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from evenly.errors import LossError, SettingError
 from evenly.layers import SyncBatchNorm
+from evenly.meeting import some_absent
 from evenly.objective import Output
 from evenly.part import Part
 from evenly.replica import Replica, wrap
@@ -22,11 +23,6 @@ from evenly.training.recipe import Recipe, Weighed
 from evenly.training.rehearsal import Findings, agreed, doubt
 from evenly.training.verdict import Runs, Verdict
 from evenly.world import World
-
-_ABSENT = (
-    "some ranks have no samples in this step and do not run the forward pass. If ranks must meet "
-    "in it, say so: Trainer(collective_forward=True)."
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +34,13 @@ class UpdateSettings:
     find_unused_parameters: bool = False
     collective_forward: bool | None = None
     check_loss: bool = True
+
+    def __post_init__(self) -> None:
+        limit, norm = self.microbatch, self.clip_norm
+        if limit is not None and (not isinstance(limit, int) or limit < 1):
+            raise SettingError(f"microbatch={limit!r}: give 1 or more samples, or leave it out.")
+        if norm is not None and not norm > 0:
+            raise SettingError(f"clip_norm={norm!r}: give a number above 0, or leave it out.")
 
 
 class Outcome(NamedTuple):
@@ -164,14 +167,12 @@ class Update:
             # let the optimizer decay a parameter that no rank used.
             touch = not self._settings.find_unused_parameters
             return self._carriage.load_nothing(touch=touch, last=last, stop=stop)
-        if not self._meets and run.global_weight // self._world.size < runs:
-            # Another rank has no samples and skips this code; a meeting in it would wait for ever.
-            self._world.absent = _ABSENT
-        try:
-            with self._mixed.autocast():
+        with self._mixed.autocast():
+            if not self._meets and run.global_weight // self._world.size < runs:
+                with some_absent():
+                    output, weighed = self._weighed(run)
+            else:
                 output, weighed = self._weighed(run)
-        finally:
-            self._world.absent = ""
         self._runs.append((run, weighed.total))
         if run.weight:
             self._watch(run, output)
@@ -190,6 +191,11 @@ class Update:
         split = self._world.size > 1 or self._settings.microbatch is not None
         before = self._world.collectives if self._rescale is None else 0
         output = self._recipe.run(self._model, run.data, split=split)
+        if output.loss is None:
+            raise SettingError(
+                "there is no loss to train on: give the Trainer loss=, or let step= return "
+                "Output(loss=...)."
+            )
         weighed = self._recipe.weigh(
             output, count=run.weight, whole=run.global_weight, size=self._world.size, split=split
         )

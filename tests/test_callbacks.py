@@ -186,7 +186,7 @@ def test_early_stopping_ends_the_run_when_validation_gets_no_better() -> None:
 
 
 def test_early_stopping_without_its_number_says_what_there_is(world: evenly.World) -> None:
-    with pytest.raises(SettingError, match=r"there is 'train/loss'.*validate= set"):
+    with pytest.raises(SettingError, match=r"there is none.*validate= set"):
         made(callbacks=[EarlyStopping()]).fit(digits(), epochs=2)
     with pytest.raises(SettingError, match="'validation/loss'"):
         made(callbacks=[EarlyStopping("validation/f1")]).fit(digits(), digits(), epochs=1)
@@ -225,6 +225,37 @@ def test_averaged_weights_are_what_is_evaluated_and_the_trained_ones_stay() -> N
     for _, other, there in run_ranks(program, 3):
         assert max(float((other[n] - averaged[n]).abs().max()) for n in averaged) <= 1e-12
         assert there["loss"] == pytest.approx(values["loss"], rel=1e-12)
+
+
+def test_early_stopping_looks_whenever_there_is_a_validation(world: evenly.World) -> None:
+    for every in ("2 epochs", 50):
+        stopping = EarlyStopping()
+        made(callbacks=[stopping]).fit(digits(), digits(), epochs=3, validate_every=every)
+        assert stopping.best_step > 0
+
+
+def test_weights_are_evaluated_as_they_are_until_their_average_starts(world: evenly.World) -> None:
+    trainer = made(callbacks=[EMA(0.9, start=30)])
+    trainer.fit(digits(), steps=30)
+    assert trainer.evaluated is trainer.model
+    trainer.fit(digits(), steps=31)
+    assert trainer.evaluated is not trainer.model
+
+
+def test_an_error_in_one_callbacks_farewell_does_not_cost_the_others_theirs(
+    world: evenly.World,
+) -> None:
+    class Bad(Callback):
+        def on_step_end(self, trainer: evenly.Trainer) -> None:
+            raise KeyError("first")
+
+        def on_exception(self, trainer: evenly.Trainer, error: BaseException) -> None:
+            raise KeyError("second")
+
+    diary = Diary()
+    with pytest.raises(KeyError, match="first"):
+        made(callbacks=[Bad(), diary]).fit(digits(), epochs=1)
+    assert diary.seen[-1] == "on_exception"
 
 
 def test_averaged_weights_follow_the_formula(world: evenly.World) -> None:

@@ -38,7 +38,7 @@ from evenly.metrics import (
     local_state,
     update,
 )
-from evenly.metrics.parcel import exchange
+from evenly.parcel import exchange
 from evenly.testing import run_ranks
 from evenly.tree import leaves
 from metric_cases import SAMPLES, Case, cases

@@ -11,7 +11,8 @@ from torchmetrics.classification import MulticlassAUROC
 from torchmetrics.regression import PearsonCorrCoef
 
 import evenly
-from evenly.metrics import compute, parcel, update
+from evenly import parcel, update
+from evenly.metrics import compute
 from evenly.testing import run_ranks
 from evenly.tree import leaves, map_leaves
 from test_metrics import assert_same, digits, seven

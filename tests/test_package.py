@@ -15,10 +15,10 @@ SOURCE = Path(evenly.__file__).parent
 # Lowest first; a module may import from its own layer and from those below.
 LAYERS = [
     {"errors"},
-    {"variables", "tree", "permutation", "plan", "seeding", "lifeline", "blame"},
+    {"variables", "tree", "permutation", "plan", "seeding", "lifeline", "blame", "wording"},
     {"store", "board", "devices", "packing", "objective"},
     {"world"},
-    {"turn", "meeting", "collectives"},
+    {"turn", "meeting", "collectives", "parcel", "together"},
     {"fetching", "copying", "part", "loader", "stepping", "layers", "data", "matching", "replica"},
     {"metrics", "prediction", "training"},
     {"evaluation"},

@@ -52,12 +52,36 @@ def test_a_schedule_that_asks_for_the_number_of_steps_gets_it() -> None:
     assert run_ranks(program, 3) == [one] * 3
 
 
+def test_a_schedule_goes_on_in_a_second_fit(world: evenly.World) -> None:
+    def in_pieces(totals: list[int]) -> list[float]:
+        trainer = made(
+            scheduler=lambda optimizer: StepLR(optimizer, 1, gamma=0.5),
+            callbacks=[LearningRateMonitor()],
+            batch_size=20,
+        )
+        for steps in totals:
+            trainer.fit(digits(length=60), steps=steps)
+        return list(trainer.history["learning_rate"].values)
+
+    assert in_pieces([4, 9]) == in_pieces([9])
+
+
+def test_torchs_own_schedules_are_given_the_optimizer_alone(world: evenly.World) -> None:
+    from torch.optim.lr_scheduler import CosineAnnealingLR
+
+    with pytest.raises(TypeError, match="T_max"):
+        rates(CosineAnnealingLR)
+
+
 def test_a_schedule_can_wait_for_validation(world: evenly.World) -> None:
     plateau = functools.partial(ReduceLROnPlateau, mode="max", patience=0, factor=0.1)
     # A falling loss is not what "max" wants: the second validation is one too many.
     assert rates(plateau) == pytest.approx([0.1] * 6 + [0.01] * 3)
     with pytest.raises(SettingError, match=r"'validation/f1'.*validation/loss"):
         rates(plateau, scheduler_monitor="validation/f1")
+    assert rates(plateau, scheduler_monitor="train/loss")[-1] == pytest.approx(0.01)
+    with pytest.raises(SettingError, match=r"no evaluation of that name.*validate= set"):
+        made(scheduler=plateau).fit(digits(), epochs=1)
 
 
 def test_validation_comes_when_it_is_asked_for(world: evenly.World) -> None:
@@ -359,6 +383,119 @@ def test_settings_that_make_no_sense_are_refused(
         made(**options).fit(digits(), epochs=1)
 
 
+def test_names_that_would_hide_the_loss_are_refused(world: evenly.World) -> None:
+    def step(model: nn.Module, batch: Any) -> evenly.Output:
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        return evenly.Output(loss=loss, log={"loss": loss})
+
+    with pytest.raises(SettingError, match="log it by another name"):
+        made(loss=None, step=step).fit(digits(), epochs=1)
+    with pytest.raises(SettingError, match="give it another name"):
+        made(metrics={"loss": MulticlassAccuracy(10)})
+
+
+def test_metrics_need_predictions(world: evenly.World) -> None:
+    def step(model: nn.Module, batch: Any) -> evenly.Output:
+        return evenly.Output(loss=F.cross_entropy(model(batch[0]), batch[1]))
+
+    for name in ("metrics", "train_metrics"):
+        trainer = made(loss=None, step=step, **{name: {"accuracy": MulticlassAccuracy(10)}})
+        with pytest.raises(SettingError, match="no predictions to update them with"):
+            trainer.fit(digits(), digits(), epochs=1)
+
+
+def test_where_ranks_meet_and_one_has_no_samples_evaluation_says_so_or_takes_part() -> None:
+    def program(kind: str, options: dict[str, Any]) -> Any:
+        def centred(scores: Tensor, target: Tensor) -> Tensor:
+            everyone = evenly.all_gather(scores, grad=True)
+            return F.cross_entropy(scores - everyone.mean(0), target)
+
+        def step(model: nn.Module, batch: Any) -> evenly.Output:
+            scores = model(batch[0])
+            return evenly.Output(loss=centred(scores, batch[1]), predictions=scores)
+
+        if kind == "predict":
+            return made(loss=None, step=step, **options).predict(digits(length=2))
+        return made(loss=centred, **options).test(digits(length=2))["loss"]
+
+    for kind in ("test", "predict"):
+        with pytest.raises(WorldError, match="some ranks have no samples"):
+            run_ranks(program, 3, kind, {})
+    one = run_ranks(program, 1, "test", {})[0]
+    assert run_ranks(program, 3, "test", {"collective_forward": True}) == pytest.approx([one] * 3)
+
+
+def test_a_loss_module_is_evaluated_in_eval_mode_and_parts_in_eval_mode_stay_there(
+    world: evenly.World,
+) -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.modes: list[bool] = []
+
+        def forward(self, scores: Tensor, target: Tensor) -> Tensor:
+            self.modes.append(self.training)
+            return F.cross_entropy(scores, target)
+
+    loss, model = Loss(), network(batchnorm=True)
+    model[1].eval()  # type: ignore[index]
+    before = model[1].running_mean.clone()  # type: ignore[index]
+    trainer = made(model=model, loss=loss)
+    trainer.fit(digits(), steps=2)
+    trainer.test(digits(length=9))
+    assert loss.modes == [True, True, False]
+    assert torch.equal(before, model[1].running_mean)  # type: ignore[index]
+    model.eval()
+    trainer.fit(digits(), steps=3)
+    assert model.training
+
+
+def test_epochs_are_counted_whatever_the_length_of_the_data(world: evenly.World) -> None:
+    trainer = made(batch_size=20)
+    trainer.fit(digits(length=100), epochs=1)
+    trainer.fit(digits(length=60), epochs=3)
+    assert (trainer.epoch, trainer.step) == (3, 5 + 2 * 3)
+    trainer.fit(digits(length=60), steps=12)
+    with pytest.raises(SettingError, match="stands at step 1 of an epoch of 3 steps"):
+        trainer.fit(digits(length=100), epochs=5)
+
+
+def test_an_epoch_in_two_fits_has_the_numbers_of_one(world: evenly.World) -> None:
+    found = []
+    for totals in ([5], [2, 5]):
+        trainer = made(batch_size=20, train_metrics={"accuracy": MulticlassAccuracy(10)})
+        for steps in totals:
+            trainer.fit(digits(length=100), steps=steps)
+        found.append({name: list(series.values) for name, series in trainer.history.items()})
+    assert found[0] == found[1]
+
+
+def test_a_refusal_on_all_ranks_leaves_them_together(tmp_path: Any) -> None:
+    def program(path: Any) -> int:
+        trainer = made()
+        trainer.predict(digits(length=9), out=path / "there")
+        with pytest.raises(evenly.errors.EvenlyError, match="there"):
+            trainer.predict(digits(length=9), out=path / "there")
+        return len(trainer.predict(digits(length=9)))
+
+    assert run_ranks(program, 2, tmp_path) == [9, 9]
+
+
+def test_closing_a_trainer_twice_or_one_of_two_does_not_close_the_others_world() -> None:
+    def program() -> int:
+        first, second = made(), made()
+        first.close()
+        first.close()
+        return len(second.predict(digits(length=5)))
+
+    assert run_ranks(program, 2) == [5, 5]
+
+
+def test_a_device_that_contradicts_the_open_world_is_refused(world: evenly.World) -> None:
+    with pytest.raises(SettingError, match="the open world computes on cpu"):
+        made(device="cuda")
+
+
 def test_data_that_cannot_be_trained_on_is_refused(world: evenly.World) -> None:
     trainer = made()
     with pytest.raises(SettingError, match=r"Give its data set \(loader\.dataset\)"):
@@ -367,6 +504,10 @@ def test_data_that_cannot_be_trained_on_is_refused(world: evenly.World) -> None:
         trainer.fit(digits())
     with pytest.raises(SettingError, match="epochs=-1"):
         trainer.fit(digits(), epochs=-1)
+    with pytest.raises(SettingError, match="leaves samples out"):
+        trainer.test(evenly.Loader(digits(), batch_size=64, tail="drop"))
+    with pytest.raises(SettingError, match="LBFGS"):
+        made(optimizer=lambda model: torch.optim.LBFGS(model.parameters()))
 
 
 def test_a_loader_of_ones_own_is_used_as_it_is(world: evenly.World) -> None:

@@ -202,22 +202,73 @@ def test_half_precision_learns_and_all_ranks_hold_the_same_weights_and_scale(
     assert ranks[0][1] == ranks[1][1]
 
 
-def test_an_overflow_on_one_rank_lowers_the_scale_on_all() -> None:
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_an_overflow_on_one_rank_lowers_the_scale_on_all(clip_norm: float | None) -> None:
     def program() -> tuple[Numbers, Any, int]:
-        def overflowing(scores: Tensor, target: Tensor) -> Tensor:
-            # Finite, but scaled by the first scale of 65536 its gradient is beyond float16.
-            return F.cross_entropy(scores, target) * (1 + scores.abs().sum() * 0) * 1.0
+        world = evenly.open_world()
+        steps = []
 
-        trainer = made(model=network(torch.float32), loss=overflowing, precision="fp16")
-        trainer._mixed._scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+        class Overflow(torch.autograd.Function):
+            """What a scale that is too large does to a gradient, on one rank and in one step."""
+
+            @staticmethod
+            def forward(context: Any, x: Tensor) -> Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(context: Any, *gradients: Tensor) -> Tensor:
+                steps.append(1)
+                bad = world.rank == 1 and len(steps) == 3
+                return gradients[0] * (math.inf if bad else 1.0)
+
+        def loss(scores: Tensor, target: Tensor) -> Tensor:
+            return F.cross_entropy(Overflow.apply(scores), target)
+
+        trainer = made(
+            model=network(torch.float32),
+            loss=loss,
+            check_loss=False,
+            precision="fp16",
+            clip_norm=clip_norm,
+        )
         trainer.fit(digits(torch.float32), steps=30)
         return outcome(trainer), trainer._mixed.state_dict(), trainer.step
 
     ranks = run_ranks(program, 2)
     assert ranks[0][1] == ranks[1][1]
-    assert ranks[0][1]["scale"] < 2.0**40
+    assert ranks[0][1]["scale"] == 2.0**15  # it began with 2 ** 16
     assert difference(ranks[0][0], ranks[1][0]) == 0
-    assert all(math.isfinite(v) for v in ranks[0][0]["history"]["loss"])
+    losses = ranks[0][0]["history"]["loss"]
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_a_step_with_a_bad_loss_is_left_out_in_half_precision_too() -> None:
+    def program() -> tuple[Numbers, Any]:
+        x, y = poisoned(117).tensors
+        data = TensorDataset(x.float(), y)
+        trainer = made(
+            model=network(torch.float32), precision="fp16", nonfinite="skip", batch_size=50
+        )
+        trainer.fit(data, epochs=3)
+        return outcome(trainer), trainer._mixed.state_dict()
+
+    for found, scaler in run_ranks(program, 2):
+        assert all(bool(t.isfinite().all()) for t in found["weights"].values())
+        assert scaler["scale"] == 2.0**13  # three bad steps
+
+
+def test_clipping_looks_at_what_the_optimizer_holds(world: evenly.World) -> None:
+    def last_layer(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model[2].parameters(), lr=0.1)  # type: ignore[index]
+
+    frozen = network()
+    frozen[0].requires_grad_(False)  # type: ignore[index]
+    found = []
+    for model in (frozen, network()):
+        trainer = made(model=model, optimizer=last_layer, clip_norm=0.1)
+        trainer.fit(digits(), epochs=1)
+        found.append(outcome(trainer)["weights"])
+    assert weights_gap(*found) == 0
 
 
 def test_a_compiled_model_trains_and_is_not_compiled_for_every_size() -> None:
@@ -371,8 +422,50 @@ def test_a_rank_at_another_step_is_noticed_in_the_same_exchange() -> None:
 
         made(callbacks=[Skip()]).fit(digits(), epochs=1)
 
-    with pytest.raises(LossError, match="not at the same step"):
-        run_ranks(program, 3)
+    for count in (2, 3):
+        with pytest.raises(LossError, match="not at the same step"):
+            run_ranks(program, count)
+
+
+@pytest.mark.parametrize("size", [2, 3, 7, 283, 640, 1000, 1024, 4096])
+def test_equal_tags_never_look_unequal_and_one_other_does_up_to_a_thousand_ranks(size: int) -> None:
+    from evenly.training.carrier import _TAGS, Message
+
+    def arrived(tags: list[float]) -> Message:
+        mean = torch.zeros(5)
+        for tag in tags:  # one after the other, the worst order
+            mean += torch.tensor([0.0, 1.0, 0.0, tag, tag * tag]) * (1 / size)
+        return Message(mean.tolist(), size)
+
+    for place, tag in enumerate(_TAGS):
+        assert not arrived([tag] * size).read().apart
+        other = _TAGS[(place + 1) % 3]
+        assert arrived([other] + [tag] * (size - 1)).read().apart or size > 1000
+
+
+def test_ranks_can_go_on_with_the_same_model_after_an_error_that_all_had() -> None:
+    def program() -> Numbers:
+        model = network()
+        with evenly.open_world():
+            with pytest.raises(LossError, match="sum over samples"):
+                made(model=model, loss=summed).fit(digits(), epochs=1)
+            trainer = made(model=model)
+            trainer.fit(digits(), epochs=1)
+            return outcome(trainer)
+
+    assert everywhere_but_one(program) <= 1e-12
+
+
+def everywhere_but_one(program: Any) -> float:
+    """From a program that has nothing to be refused at one process."""
+
+    def plain() -> Numbers:
+        trainer = made()
+        trainer.fit(digits(), epochs=1)
+        return outcome(trainer)
+
+    one = run_ranks(plain, 1)[0]
+    return max(difference(rank, one) for rank in run_ranks(program, 2))
 
 
 # Losses whose mean is not over samples, which nobody recognises.
@@ -429,6 +522,24 @@ def test_the_check_runs_a_step_function_on_halves_and_lets_random_ones_be() -> N
         run_ranks(program, 2, "ignoring")
 
 
+def test_the_check_changes_no_number_and_lets_pass_what_takes_no_part_of_a_batch() -> None:
+    def program(check_loss: bool) -> Numbers:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 32), nn.Dropout(0.5), nn.Linear(32, 10)).double()
+
+        def in_pairs(scores: Tensor, target: Tensor) -> Tensor:
+            """Needs an even number of samples."""
+            pairs = scores.view(-1, 2, 10)
+            return F.cross_entropy(scores, target) + (pairs[:, 0] - pairs[:, 1]).square().mean()
+
+        trainer = made(model=model, loss=in_pairs, check_loss=check_loss, batch_size=60)
+        trainer.fit(digits(length=120), epochs=1)
+        return outcome(trainer)
+
+    checked, unchecked = (run_ranks(program, 2, way)[0] for way in (True, False))
+    assert difference(checked, unchecked) == 0
+
+
 # A model, an optimizer or a rank that cannot be trained with.
 
 
@@ -458,6 +569,31 @@ def test_an_error_on_one_rank_in_the_middle_of_a_step_ends_all_of_them() -> None
 
     with pytest.raises(ZeroDivisionError, match="a mistake on rank 1"):
         run_ranks(program, 3)
+
+
+def test_nobody_waits_for_a_rank_whose_program_goes_on_after_its_error() -> None:
+    def program() -> str:
+        def failing(scores: Tensor, target: Tensor) -> Tensor:
+            if evenly.current_world().rank == 1:
+                raise ZeroDivisionError("a mistake on rank 1")
+            return F.cross_entropy(scores, target)
+
+        import time
+
+        with evenly.open_world():
+            begin = time.monotonic()
+            try:
+                made(loss=failing, check_loss=False).fit(digits(), epochs=1)
+            except ZeroDivisionError:
+                time.sleep(4)  # it was caught, and the block is not left yet
+                return "own"
+            except RankFailedError as error:
+                return f"{error} after {'long' if time.monotonic() - begin > 3.5 else 'no'} time"
+        return ""
+
+    found = run_ranks(program, 2)
+    assert found[1] == "own"
+    assert "a mistake on rank 1 after no time" in found[0]
 
 
 def test_other_ranks_read_the_error_of_the_one_that_failed() -> None:

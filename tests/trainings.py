@@ -1,6 +1,7 @@
 """Programs written with the Trainer, which tests run at several process counts."""
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -179,4 +180,4 @@ def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     for name, values in one["history"].items():
         assert len(values) == len(other["history"][name]), name
         gaps += [abs(a - b) for a, b in zip(values, other["history"][name], strict=True)]
-    return max(gaps)
+    return math.inf if any(math.isnan(gap) for gap in gaps) else max(gaps)  # max overlooks nan

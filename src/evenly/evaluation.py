@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from evenly import metrics as measured
+from evenly.errors import SettingError
 from evenly.meeting import some_absent
-from evenly.objective import Total
+from evenly.objective import Output, Total
 from evenly.part import Part
 from evenly.training.averages import Averages, gathered
+from evenly.training.modes import evaluating
 from evenly.training.precision import Mixed
 from evenly.training.recipe import Recipe
-from evenly.training.rehearsal import evaluating
 
 
 @torch.no_grad()
@@ -37,7 +38,8 @@ def evaluate(
     runs none of the user's code, unless ranks meet in it.
     """
     seen = [torch.empty(0, dtype=torch.int64)]
-    with evaluating(model):
+    losses = Averages()
+    with evaluating(model, recipe.module):
         for part in parts:
             if part.weight == 0 and not meets:
                 continue
@@ -46,16 +48,25 @@ def evaluate(
                 output = recipe.run(model, part.data, split=True)
             if output.loss is not None:
                 weighed = recipe.weigh(output, count=part.weight, whole=samples, size=1, split=True)
-                averages.add("loss", Total(weighed.total, weighed.weight))
+                losses.add("loss", Total(weighed.total, weighed.weight))
             for name, value in output.log.items():
-                averages.add(name, value, part.weight)
+                averages.log(name, value, part.weight)
             if metrics and part.weight:
+                check_predictions(output)
                 measured.update(metrics, output.predictions, output.target)
                 seen.append(part.indices)
-    values: dict[str, Any] = gathered(averages)
+    values: dict[str, Any] = {**gathered(losses), **gathered(averages)}
     if metrics:
         values.update(flat(measured.compute(metrics, positions=torch.cat(seen))))
     return values
+
+
+def check_predictions(output: Output) -> None:
+    if output.predictions is None:
+        raise SettingError(
+            "there are metrics and no predictions to update them with: let step= return "
+            "Output(predictions=..., target=...), or leave out the metrics."
+        )
 
 
 def flat(values: Any, prefix: str = "") -> dict[str, Any]:

@@ -36,33 +36,34 @@ class Fit:
         self._trainer, self._update, self._schedule = trainer, update, schedule
         self._hooks, self._world = trainer.hooks, trainer.world
         self._train, self._validate, self._validate_every = train, validate, validate_every
-        self._total = trainer.total_steps
         # On a GPU a step's news are read after the next one was launched, so nobody waits.
         self._late = int(self._world.device.type == "cuda")
         self._pending: deque[tuple[int, Outcome]] = deque()
         self._streams = StepStreams(trainer.seed, self._world.rank)
         self._first = True  # of the epoch
-        self._loss = [0.0, 0.0]
         self._validated: dict[str, Any] = {}
         self._step_hooks = [self._hooks.has(name) for name in ("on_step_start", "on_step_end")]
 
     def run(self) -> None:
         trainer = self._trainer
         self._hooks.call("on_run_start", trainer)
-        while trainer.step < self._total and not trainer.stopped:
+        while not self._done():
             self._epoch()
         self._hooks.call("on_run_end", trainer)
+
+    def _done(self) -> bool:
+        trainer = self._trainer
+        return trainer.stopped or trainer.step >= trainer.total_steps
 
     def _epoch(self) -> None:
         trainer = self._trainer
         self._update.refresh()
         self._first = True
-        self._loss = [0.0, 0.0]
         self._validated = {}
         self._hooks.call("on_epoch_start", trainer)
         # The ranks' positions are equal by the way they came about, and steps carry a tag.
         parts = self._train.epoch(trainer.epoch, start=trainer.position, compare=False)
-        while trainer.step < self._total and not trainer.stopped:
+        while not self._done():
             begin = time.perf_counter()
             part = next(parts, None)
             trainer.data_wait = time.perf_counter() - begin
@@ -73,7 +74,8 @@ class Fit:
                 self._settle()
                 self._evaluate()
         self._settle()
-        self._end_of_epoch()
+        if trainer.position == len(self._train):
+            self._end_of_epoch()
 
     def _step(self, part: Part) -> None:
         trainer = self._trainer
@@ -105,8 +107,8 @@ class Fit:
             trainer.loss = news.total / news.weight
             trainer.history.add("loss", number, trainer.loss)
             if outcome.updated:
-                self._loss[0] += news.total
-                self._loss[1] += news.weight
+                total, weight = trainer.epoch_loss
+                trainer.epoch_loss = (total + news.total, weight + news.weight)
             if news.stop:
                 trainer.stopped = True
 
@@ -114,9 +116,10 @@ class Fit:
         trainer = self._trainer
         for name, loader in self._validate.items():
             values = trainer.evaluate_stage(loader, name)
-            self._validated.update({f"{name}/{label}": value for label, value in values.items()})
+            named = {f"{name}/{label}": value for label, value in values.items()}
+            self._validated.update(named)
+            self._schedule.after_evaluation(name, named)
         if self._validate:
-            self._schedule.after_evaluation(self._validated)
             self._agree_to_stop()
 
     def _agree_to_stop(self) -> None:
@@ -126,22 +129,19 @@ class Fit:
 
     def _end_of_epoch(self) -> None:
         trainer = self._trainer
-        whole = trainer.position == len(self._train)
-        logged = gathered(trainer.averages)
+        trainer.part = None
+        total, weight = trainer.epoch_loss
+        values: dict[str, Any] = {"loss": total / weight} if weight else {}
+        values.update(gathered(trainer.averages))
+        values.update(trainer.computed_train_metrics())
+        values = {f"train/{name}": value for name, value in values.items()}
+        trainer.epoch_loss = (0.0, 0.0)
         trainer.averages.clear()
-        values: dict[str, Any] = {}
-        if self._loss[1]:
-            values["train/loss"] = self._loss[0] / self._loss[1]
-        values.update({f"train/{name}": value for name, value in logged.items()})
-        values.update(
-            {f"train/{name}": value for name, value in trainer.computed_train_metrics().items()}
-        )
-        if whole:
-            trainer.epoch += 1
-            trainer.position = 0
-            if self._validate_every.after_epoch(trainer.epoch):
-                self._evaluate()
-            self._schedule.after_epoch()
+        trainer.epoch += 1
+        trainer.position = 0
         trainer.remember(values)
+        if self._validate_every.after_epoch(trainer.epoch):
+            self._evaluate()
+        self._schedule.after_epoch(values)
         self._hooks.call("on_epoch_end", trainer, {**values, **self._validated})
         self._agree_to_stop()

@@ -1,7 +1,6 @@
 """Equal models: what ranks start from is compared, and made rank 0's where it differs."""
 
 import warnings
-from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 from evenly.collectives import all_gather_object, broadcast
 from evenly.errors import DisagreementError, EvenlyWarning, SettingError
 from evenly.layers import SyncBatchNorm
+from evenly.wording import some
 from evenly.world import current_world
 
 OnDifference = Literal["repair", "refuse"]
@@ -64,7 +64,7 @@ def repair(model: nn.Module, on_difference: OnDifference = "repair") -> None:
         if other != shapes[0]:
             here, there = set(other) - set(shapes[0]), set(shapes[0]) - set(other)
             raise DisagreementError(
-                f"rank {rank} has another model than rank 0: {_some(sorted(here | there))}. Build "
+                f"rank {rank} has another model than rank 0: {some(sorted(here | there))}. Build "
                 "the same model on every rank; a difference in size often comes from data that "
                 "only part of the ranks saw."
             )
@@ -75,7 +75,7 @@ def repair(model: nn.Module, on_difference: OnDifference = "repair") -> None:
     ]
     if not differing:
         return
-    what = f"{len(differing)} of {len(state)} tensors differ between ranks ({_some(differing)})"
+    what = f"{len(differing)} of {len(state)} tensors differ between ranks ({some(differing)})"
     advice = "Call torch.manual_seed() with the same number on every rank before making the model"
     if on_difference == "refuse":
         raise DisagreementError(f"{what}. {advice}, or let rank 0's be taken (on_difference).")
@@ -108,8 +108,3 @@ def _mark(name: str, tensor: torch.Tensor) -> tuple[str, str, str, int]:
     plain = torch.view_as_real(plain) if plain.is_complex() else plain
     bits = plain.view(_WHOLE[plain.element_size()]).sum(dtype=torch.int64)
     return name, str(tensor.dtype), str(tuple(tensor.shape)), int(bits)
-
-
-def _some(names: Sequence[object]) -> str:
-    shown = ", ".join(map(str, names[:4]))
-    return f"{shown} and {len(names) - 4} more" if len(names) > 4 else shown

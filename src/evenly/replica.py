@@ -99,6 +99,7 @@ def wrap(
         gradient_as_bucket_view=True,
         find_unused_parameters=find_unused_parameters,
     )
+    world.replicas = [known for known in world.replicas if known() is not None]
     world.replicas.append(weakref.ref(replica))
     return replica
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -16,29 +17,33 @@ from evenly import metrics as measured
 from evenly.callbacks.base import Hooks
 from evenly.callbacks.progress import Progress
 from evenly.errors import EvenlyWarning, SettingError
-from evenly.evaluation import evaluate, flat
+from evenly.evaluation import check_predictions, evaluate, flat
 from evenly.fetching import Collate
 from evenly.fitting import Fit
 from evenly.layers import SyncBatchNorm
 from evenly.loader import Loader
 from evenly.matching import OnDifference, match_buffers, place, repair
+from evenly.meeting import some_absent
 from evenly.metrics.inventory import find_holders
 from evenly.objective import Output, Total
 from evenly.part import Part
 from evenly.plan import Tail
 from evenly.prediction import predict
+from evenly.prediction.layout import Format
+from evenly.prediction.memory import Keep
 from evenly.replica import check_trainable
 from evenly.seeding import seed_streams, streams_kept
 from evenly.training.averages import Averages
 from evenly.training.every import every
 from evenly.training.history import History
+from evenly.training.modes import evaluating
 from evenly.training.notices import notices
 from evenly.training.precision import Mixed, Precision
 from evenly.training.recipe import Forward, Loss, Recipe, Step
-from evenly.training.rehearsal import evaluating
 from evenly.training.schedule import Factory, Schedule
 from evenly.training.update import Update, UpdateSettings
 from evenly.training.verdict import Nonfinite, Verdict
+from evenly.tree import leaves
 from evenly.world import World, join_world
 
 
@@ -91,7 +96,7 @@ class Trainer:
         collate_fn: Collate | None = None,
         workers: int | Literal["auto"] = "auto",
         scheduler: Factory | None = None,
-        scheduler_every: Literal["step", "epoch"] = "epoch",
+        scheduler_every: Literal["step", "epoch"] | None = None,
         scheduler_monitor: str = "validation/loss",
         precision: Precision = "fp32",
         clip_norm: float | None = None,
@@ -104,6 +109,7 @@ class Trainer:
         on_difference: OnDifference = "repair",
         device: str | None = None,
         backend: str | None = None,
+        timeout: float = 600.0,
     ) -> None:
         """
         Model and loss:
@@ -120,19 +126,21 @@ class Trainer:
           seed: of the order of samples, of augmentation and of random layers.
           shuffle, tail, collate_fn, workers: as for `evenly.Loader`.
         Optimization:
-          scheduler: a function of (optimizer) or of (optimizer, total steps);
-            scheduler_every: "step" or "epoch"; scheduler_monitor: what ReduceLROnPlateau looks at.
+          scheduler: a function of (optimizer), or of (optimizer, steps) with the total of steps;
+            scheduler_every: "step" (the second's default) or "epoch"; scheduler_monitor: what
+            ReduceLROnPlateau looks at.
           precision: "fp32" (as the parameters are), "bf16" or "fp16" (autocast).
           clip_norm: the largest norm of the whole gradient.
-          nonfinite: what to do about a loss that is nan or inf: "stop", "skip" or "continue".
+          nonfinite: what to do about a loss, or a clipped gradient, that is nan or inf: "stop",
+            "skip" or "continue". On a GPU "stop" comes a step late, after the update.
         Ranks:
           find_unused_parameters: parameters may have no part in some steps.
           collective_forward: ranks meet in the forward pass or the loss (not given: found out).
           check_loss: try the loss on halves of the first batch where a step is split.
           on_difference: "repair" models that differ between ranks by rank 0's, or "refuse".
-          device, backend: as for `evenly.open_world`, where none is open.
+          device, backend, timeout: as for `evenly.open_world`, where none is open.
         """
-        self.world = join_world(device=device, backend=backend)
+        self.world = join_world(device=device, backend=backend, timeout=timeout)
         self.seed = seed
         self.batch_size = batch_size
         self._loading: dict[str, Any] = {"collate_fn": collate_fn, "workers": workers, "seed": seed}
@@ -156,19 +164,24 @@ class Trainer:
         self.model = self.evaluated = _made(model, seed)
         place(self.model, self.world.device)
         if self.world.size > 1:
-            repair(self.model, on_difference)
+            for module in self._trained():
+                repair(module, on_difference)
         self.optimizer = self._checked_optimizer(optimizer)
         self._scheduling: dict[str, Any] = {"every": scheduler_every, "monitor": scheduler_monitor}
         self._scheduler = scheduler
-        self.epoch = self.position = self.step = 0
+        self._schedule: Schedule | None = None
+        self.epoch = self.position = self.step = self._epoch_length = 0
         self.loss = float("nan")
         self.data_wait = 0.0
         self.part: Part | None = None
         self.total_steps = 0
         self.history = History()
         self.averages = Averages()
+        self.epoch_loss = (0.0, 0.0)
+        self.stages: list[str] = []
+        self._stage_metrics: dict[str, Any] = {}
         self._update: Update | None = None
-        self._told = False
+        self._told = self._closed = False
         self.stop_wanted = self.stopped = False
 
     def fit(
@@ -218,10 +231,20 @@ class Trainer:
         if self.optimizer is None:
             raise SettingError("there is no optimizer to train with; give the Trainer one.")
         loader = self._loader(train, **self._training)
-        self.total_steps = total = _total(epochs, steps, len(loader))
-        stages = {
-            name: self._loader(data) for name, data in _stages(validate, "validation").items()
-        }
+        self._check_position(len(loader))
+        self.total_steps = self._total(epochs, steps, len(loader))
+        sets = _stages(validate, "validation")
+        stages = {name: self._loader(data, whole=True) for name, data in sets.items()}
+        self.stages = list(stages)
+        often = every("validate_every", validate_every)
+        if self._schedule is None:
+            self._schedule = Schedule(
+                self._scheduler,
+                self.optimizer,
+                steps=self.total_steps,
+                stages=stages,
+                **self._scheduling,
+            )
         self._update = update = Update(
             self.model,
             self._recipe,
@@ -233,20 +256,25 @@ class Trainer:
             watch=self._watch,
             on_gradients=self._on_gradients if self.hooks.has("on_gradients") else None,
         )
-        schedule = Schedule(self._scheduler, self.optimizer, steps=total, **self._scheduling)
         run = Fit(
             self,
             update,
-            schedule,
+            self._schedule,
             train=loader,
             validate=stages,
-            validate_every=every("validate_every", validate_every),
+            validate_every=often,
         )
         self.stop_wanted = self.stopped = False
         with self._guarded([loader, *stages.values()]), streams_kept():
-            self.model.train()
-            self._tell()
-            run.run()
+            try:
+                for module in self._trained():
+                    if not module.training:  # else parts of it are in eval mode on purpose
+                        module.train()
+                self._tell(loader.plan.batch_size)
+                run.run()
+            finally:
+                self.part = None
+                update.close()
         return self.history
 
     def validate(self, data: Any) -> dict[str, Any]:
@@ -260,25 +288,49 @@ class Trainer:
         """As `validate`, under another name in what is shown."""
         return self._evaluated(data, "test")
 
-    def predict(self, data: Any, **options: Any) -> Any:
-        """The predictions in data-set order; a meeting of all ranks. See `evenly.prediction`."""
-        loader = self._loader(data)
-        match_buffers(self.evaluated)
+    def predict(
+        self,
+        data: Any,
+        *,
+        keep: Keep = "all",
+        out: str | os.PathLike[str] | None = None,
+        format: Format = "npy",
+    ) -> Any:
+        """The predictions in data-set order; a meeting of all ranks.
+
+        In memory on every rank, or (``keep="first"``) on rank 0; or streamed to the folder ``out``
+        as ``format`` "npy", "safetensors" or "parquet", for `evenly.read_predictions`. Ranks must
+        not meet in the forward pass where one of them has no samples.
+        """
+        loader = self._loader(data, whole=True)
+        model = self.evaluated
 
         def predictions(part: Part) -> Any:
-            with self._mixed.autocast():
-                return self._recipe.predict(self.evaluated, part.data)
+            lonely = part.global_weight < self.world.size
+            with self._mixed.autocast(), some_absent() if lonely else contextlib.nullcontext():
+                return self._recipe.predict(model, part.data)
 
-        with self._guarded([loader]), streams_kept(), torch.no_grad(), evaluating(self.evaluated):
+        with (
+            self._guarded([loader]),
+            streams_kept(),
+            torch.no_grad(),
+            evaluating(model, self._recipe.module),
+        ):
+            match_buffers(model)
             seed_streams(self.seed, "prediction", self.world.rank)
-            return predict(loader.epoch(0), predictions, length=loader.plan.length, **options)
+            parts = loader.epoch(0)
+            return predict(
+                parts, predictions, length=loader.plan.length, keep=keep, out=out, format=format
+            )
 
     def log(self, name: str, value: Total | Tensor | float) -> None:
         """Count a number in the mean of this epoch, or evaluation, over all ranks.
 
-        A `Total` counts by its weight, a plain number once. Nothing is exchanged until the end.
+        A `Total` counts by its weight. In a training step a plain number is taken to be the mean
+        over this rank's samples and counts by them; elsewhere it counts once. Nothing is exchanged
+        until the end.
         """
-        self.averages.add(name, value)
+        self.averages.log(name, value, 1.0 if self.part is None else self.part.weight)
 
     def note(self, name: str, value: float) -> None:
         """Put a number into the history at this step. It must be the same on all ranks."""
@@ -294,7 +346,8 @@ class Trainer:
 
     def close(self) -> None:
         """Leave the world, if the Trainer opened it. Otherwise that happens when Python ends."""
-        if self.world.ambient:
+        if self.world.ambient and not self._closed:
+            self._closed = True
             self.world.close()
 
     @property
@@ -308,7 +361,11 @@ class Trainer:
         """Evaluate on one data set, with hooks; a meeting of all ranks."""
         self.hooks.call("on_evaluation_start", self, stage)
         before, self.averages = self.averages, Averages()
-        match_buffers(self.evaluated)
+        part, self.part = self.part, None
+        for module in (self.evaluated, self._recipe.module):
+            if module is not None:
+                match_buffers(module)
+        metrics = self._stage_metrics.setdefault(stage, measured.copies(self._metrics))
         try:
             with streams_kept():
                 seed_streams(self.seed, "evaluation", self.world.rank)
@@ -316,14 +373,16 @@ class Trainer:
                     loader.epoch(0),
                     model=self.evaluated,
                     recipe=self._recipe,
-                    metrics=measured.copies(self._metrics),
+                    metrics=metrics,
                     mixed=self._mixed,
                     samples=loader.plan.length,
                     meets=self._meets(),
                     averages=self.averages,
                 )
         finally:
-            self.averages = before
+            self.averages, self.part = before, part
+            for metric in leaves(metrics):
+                metric.reset()
         self.remember({f"{stage}/{name}": value for name, value in values.items()})
         self.hooks.call("on_evaluation_end", self, stage, values)
         return values
@@ -339,11 +398,13 @@ class Trainer:
         if not self._train_metrics:
             return {}
         values = flat(measured.compute(self._train_metrics))
-        self._train_metrics = measured.copies(self._train_metrics)
+        for metric in leaves(self._train_metrics):
+            metric.reset()
         return values
 
     def _evaluated(self, data: Any, stage: str) -> dict[str, Any]:
-        loaders = {name: self._loader(one) for name, one in _stages(data, stage).items()}
+        sets = _stages(data, stage)
+        loaders = {name: self._loader(one, whole=True) for name, one in sets.items()}
         with self._guarded(list(loaders.values())):
             found = {name: self.evaluate_stage(loader, name) for name, loader in loaders.items()}
         return found if isinstance(data, Mapping) else found[stage]
@@ -351,8 +412,9 @@ class Trainer:
     def _watch(self, part: Part, output: Output) -> None:
         """What one micro-batch gave."""
         for name, value in output.log.items():
-            self.averages.add(name, value, part.weight)
+            self.averages.log(name, value, part.weight)
         if self._train_metrics:
+            check_predictions(output)
             with torch.no_grad():
                 measured.update(self._train_metrics, output.predictions, output.target)
 
@@ -360,15 +422,49 @@ class Trainer:
         """Whether ranks meet in the user's code in evaluation. SyncBatchNorm meets in training."""
         if self._settings.collective_forward is not None:
             return self._settings.collective_forward
-        if any(isinstance(module, SyncBatchNorm) for module in self.model.modules()):
-            return False
+        layers = [layer for layer in self.model.modules() if isinstance(layer, SyncBatchNorm)]
+        if layers:
+            return any(layer.running_mean is None for layer in layers)
         return self._update is not None and self._update.meets
 
     def _on_gradients(self) -> None:
         self.hooks.call("on_gradients", self)
 
-    def _loader(self, data: Any, **options: Any) -> Loader:
+    def _trained(self) -> nn.ModuleList:
+        """The model, and the loss if it is a module."""
+        modules = [self.model, self._recipe.module]
+        return nn.ModuleList([module for module in modules if module is not None])
+
+    def _check_position(self, length: int) -> None:
+        """A run that stands within an epoch can only go on with an epoch of the same length."""
+        if self.position and self._epoch_length != length:
+            raise SettingError(
+                f"the run stands at step {self.position} of an epoch of {self._epoch_length} "
+                f"steps, and this data set gives {length}. Go on with the data set that it began "
+                "with, or make a new Trainer."
+            )
+        self._epoch_length = length
+
+    def _total(self, epochs: int | None, steps: int | None, length: int) -> int:
+        for name, value in (("epochs", epochs), ("steps", steps)):
+            if value is not None and (not isinstance(value, int) or value < 0):
+                raise SettingError(f"{name}={value!r}; give a whole number.")
+        if epochs is None and steps is None:
+            raise SettingError(
+                "say how long to train: fit(..., epochs=10) or fit(..., steps=1000)."
+            )
+        limits = [] if steps is None else [steps]
+        if epochs is not None:
+            limits.append(self.step - self.position + (epochs - self.epoch) * length)
+        return min(limits)
+
+    def _loader(self, data: Any, *, whole: bool = False, **options: Any) -> Loader:
         if isinstance(data, Loader):
+            if whole and data.plan.tail == "drop" and data.plan.length % data.plan.batch_size:
+                raise SettingError(
+                    "a Loader with tail='drop' leaves samples out, and every sample counts in an "
+                    "evaluation or a prediction. Use tail='keep'."
+                )
             return data
         if isinstance(data, DataLoader):
             raise SettingError(
@@ -384,6 +480,8 @@ class Trainer:
                 f"metrics= is a {type(metrics).__name__}; give names to metrics: "
                 'metrics={"accuracy": MulticlassAccuracy(10)}.'
             )
+        if "loss" in metrics:
+            raise SettingError("a metric named 'loss' would hide the loss; give it another name.")
         find_holders(metrics, several=self.world.size > 1)
         return measured.copies(metrics, device=self.world.device)
 
@@ -392,6 +490,11 @@ class Trainer:
             return None
         check_trainable(self.model)
         made = given if isinstance(given, Optimizer) else given(self.model)
+        if isinstance(made, torch.optim.LBFGS):
+            raise SettingError(
+                "LBFGS computes the loss several times in one step, which the Trainer's steps do "
+                "not. Use the parts in a loop of your own."
+            )
         if not isinstance(made, Optimizer):
             raise SettingError(
                 f"optimizer= gave a {type(made).__name__}; give a function of the model that "
@@ -411,12 +514,12 @@ class Trainer:
             )
         return made
 
-    def _tell(self) -> None:
+    def _tell(self, batch_size: int) -> None:
         if self.world.rank or self._told:
             return
         self._told = True
         cut = self._settings.microbatch is not None and (
-            self._settings.microbatch * self.world.size < self.batch_size
+            self._settings.microbatch * self.world.size < batch_size
         )
         for text in notices(self.model, size=self.world.size, cut=cut):
             warnings.warn(text, EvenlyWarning, stacklevel=4)
@@ -427,8 +530,7 @@ class Trainer:
         try:
             yield
         except BaseException as error:
-            with contextlib.suppress(Exception):
-                self.hooks.call("on_exception", self, error)
+            self.hooks.call_all("on_exception", self, error)
             if not getattr(error, "agreed", False):
                 self._leave(error)
             raise
@@ -441,8 +543,8 @@ class Trainer:
         try:
             self.world.fail(error)
         finally:
-            if self.world.ambient and self.world.size > 1:
-                self.world.close(failed=True)
+            if self.world.size > 1:
+                self.world.abandon()
 
 
 def _made(model: Any, seed: int) -> nn.Module:
@@ -463,13 +565,3 @@ def _stages(data: Any, name: str) -> dict[str, Any]:
     if data is None:
         return {}
     return dict(data) if isinstance(data, Mapping) else {name: data}
-
-
-def _total(epochs: int | None, steps: int | None, per_epoch: int) -> int:
-    for name, value in (("epochs", epochs), ("steps", steps)):
-        if value is not None and (not isinstance(value, int) or value < 0):
-            raise SettingError(f"{name}={value!r}; give a whole number.")
-    if epochs is None and steps is None:
-        raise SettingError("say how long to train: fit(..., epochs=10) or fit(..., steps=1000).")
-    limits = [epochs * per_epoch if epochs is not None else None, steps]
-    return min(limit for limit in limits if limit is not None)

@@ -103,6 +103,8 @@ class on_rank:  # noqa: N801 - reads as a decorator and as a block, like context
                 raise _different(cloudpickle.loads(take(world.store, key))[0], where)
             if unsendable is not None:
                 raise unsendable
+            if error is not None:
+                error.agreed = True  # type: ignore[attr-defined]
             return
         if error is not None:
             return  # leaves by itself; the world tells the others
@@ -117,6 +119,7 @@ class on_rank:  # noqa: N801 - reads as a decorator and as a block, like context
             discard(world.store, key)
             world.store.delete_key(f"{key}/read")
         if raised is not None:
+            raised.agreed = True
             raise raised
         if there != where:
             raise _different(there, where)

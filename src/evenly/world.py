@@ -34,6 +34,7 @@ from evenly.errors import (
 )
 from evenly.store import connect, loopback_interface
 from evenly.variables import Place, read_place
+from evenly.wording import ranks as named
 
 _current: World | None = None
 _opens: Counter[str] = Counter()
@@ -70,6 +71,7 @@ class World:
         """Weak references to replicated models: micro-batches hold back their gradient exchange,
         and closing makes them let go of the process group."""
         self._depth = 0
+        self._closed = False
         self._roll_calls = 0
         self._owns_group = False
         self._agent_store = place.agent_store
@@ -140,7 +142,7 @@ class World:
         left = self._left()
         if left:
             return LostError(
-                f"{_ranks(left)} left the world while rank {self.rank} was in {what}. Is something "
+                f"{named(left)} left the world while rank {self.rank} was in {what}. Is something "
                 "that all ranks must do inside an `if`, or did some ranks skip or end a step early?"
             )
         return LostError(
@@ -166,19 +168,30 @@ class World:
         time.sleep(2.0)  # the others' limits run out at nearly the same time
         missing = [r for r in range(self.size) if not self.store.check([f"{key}/{r}"])]
         return LateError(
-            f"{_ranks(missing) or 'some ranks'} did not reach {what} within {self.timeout:g} s "
+            f"{named(missing) or 'some ranks'} did not reach {what} within {self.timeout:g} s "
             f"(rank {self.rank} waited). Look at what they were doing; if they only needed longer, "
             "pass a larger timeout to open_world().",
             missing,
         )
 
+    def abandon(self) -> None:
+        """Leave at once, however deeply it is nested: other ranks wait for this one, which has
+        failed and will not come.
+        """
+        self._depth = 1
+        self.close(failed=True)
+
     def close(self, *, failed: bool = False) -> None:
         """Leave the world; the outermost close takes the process group and threads down."""
         global _current
+        if self._closed:
+            return
         self._depth -= 1
         if self._depth > 0:
             return
-        _current = None
+        self._closed = True
+        if _current is self:
+            _current = None
         if self.store is not None and self._owns_group and not failed:
             self._say_goodbye()
         if self.board is not None:
@@ -256,7 +269,7 @@ class World:
             r for r in range(self.size) if self.store and not self.store.check([f"{key}/{r}"])
         ]
         return LateError(
-            f"{_ranks(missing)} of {self.size} did not {what} within {self.timeout:g} s. Did they "
+            f"{named(missing)} of {self.size} did not {what} within {self.timeout:g} s. Did they "
             "fail before open_world(), or does only part of the program call it?",
             missing,
         )
@@ -345,11 +358,20 @@ def open_world(
     return _current
 
 
-def join_world(*, device: str | None = None, backend: str | None = None) -> World:
+def join_world(
+    *, device: str | None = None, backend: str | None = None, timeout: float = 600.0
+) -> World:
     """The open world, or else one that is opened now and stays until the process ends."""
     if _current is not None:
+        here = str(_current.device)
+        if device not in (None, "auto", here, here.partition(":")[0]):
+            raise SettingError(
+                f"device={device!r}, but the open world computes on {here}. Give it to "
+                "open_world()."
+            )
+        _current._depth += _current.ambient
         return _current
-    world = open_world(device=device, backend=backend)
+    world = open_world(device=device, backend=backend, timeout=timeout)
     world.ambient = True
     return world
 
@@ -396,9 +418,3 @@ def close_all(*, failed: bool = False) -> None:
     if _current is not None:
         _current._depth = 1
         _current.close(failed=failed)
-
-
-def _ranks(ranks: list[int]) -> str:
-    if not ranks:
-        return ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -43,11 +43,11 @@ class EMA(Callback):
             self._averaged.eval()
             if self._waiting:
                 self._averaged.load_state_dict(self._waiting)
-        trainer.evaluated = self._averaged.module
 
     def on_step_end(self, trainer: Trainer) -> None:
         if self._averaged is not None and trainer.step > self.start:
             self._averaged.update_parameters(trainer.model)
+            trainer.evaluated = self._averaged.module  # before, there is no average
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._averaged is None else self._averaged.state_dict()

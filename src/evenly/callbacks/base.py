@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -59,7 +60,7 @@ class Callback:
     ) -> None: ...
 
     def on_epoch_end(self, trainer: Trainer, values: Mapping[str, Any]) -> None:
-        """``values`` are the epoch's means, over all ranks."""
+        """An epoch is complete. ``values`` are its means, over all ranks."""
 
     def on_run_end(self, trainer: Trainer) -> None:
         """`fit` ends in good order, also when it was stopped early."""
@@ -101,6 +102,14 @@ class Hooks:
                 method(*args)
             finally:
                 self._world.in_turn -= alone
+
+    def call_all(self, name: str, *args: Any) -> None:
+        """As `call`, but an error in one does not keep the others from theirs."""
+        for method, alone in self._calls[name]:
+            self._world.in_turn += alone
+            with contextlib.suppress(Exception):
+                method(*args)
+            self._world.in_turn -= alone
 
     def _check(self, callback: Any) -> None:
         name = type(callback).__name__

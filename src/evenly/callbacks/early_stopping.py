@@ -44,11 +44,18 @@ class EarlyStopping(Callback):
         if self.monitor.startswith(f"{stage}/"):
             self._look(trainer, {f"{stage}/{name}": value for name, value in values.items()})
 
+    def on_run_start(self, trainer: Trainer) -> None:
+        stage = self.monitor.partition("/")[0]
+        if stage not in ("train", *trainer.stages):
+            raise SettingError(
+                f"EarlyStopping looks at {self.monitor!r}, and there is no evaluation of that "
+                f"name (there is {', '.join(trainer.stages) or 'none'}). Give fit() a validate= "
+                "set, or name another: monitor='validation/loss', 'train/loss'."
+            )
+
     def on_epoch_end(self, trainer: Trainer, values: Mapping[str, Any]) -> None:
         if self.monitor.startswith("train/"):
             self._look(trainer, values)
-        elif self.monitor not in values and self.best_step == 0 and self.waited == 0:
-            raise self._missing(values)
 
     def _look(self, trainer: Trainer, values: Mapping[str, Any]) -> None:
         if self.monitor not in values:
@@ -65,8 +72,7 @@ class EarlyStopping(Callback):
     def _missing(self, values: Mapping[str, Any]) -> SettingError:
         return SettingError(
             f"EarlyStopping looks at {self.monitor!r}, and there is "
-            f"{', '.join(map(repr, values)) or 'nothing'}. Name one of these in monitor=, or give "
-            "fit() a validate= set."
+            f"{', '.join(map(repr, values)) or 'nothing'}. Name one of these in monitor=."
         )
 
     def state_dict(self) -> dict[str, Any]:

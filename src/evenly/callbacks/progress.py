@@ -32,7 +32,7 @@ class Progress(Callback):
         self._console: Any = None
         self._next = self._next_line = self._epoch_begin = 0.0
         self._line = ""
-        self._epoch_step = 0
+        self._samples = 0
 
     def on_run_start(self, trainer: Trainer) -> None:
         # Loading rich takes 50 ms, which a run without progress need not spend.
@@ -55,10 +55,11 @@ class Progress(Callback):
         self._bar.start()
 
     def on_epoch_start(self, trainer: Trainer) -> None:
-        self._epoch_begin, self._epoch_step = time.perf_counter(), trainer.step
+        self._epoch_begin, self._samples = time.perf_counter(), 0
 
     def on_step_end(self, trainer: Trainer) -> None:
         now = time.perf_counter()
+        self._samples += trainer.part.global_weight if trainer.part is not None else 0
         if self._bar is None or now < self._next:
             return
         self._next = now + _REFRESH
@@ -74,6 +75,8 @@ class Progress(Callback):
     def on_run_end(self, trainer: Trainer) -> None:
         if self._bar is not None:
             self._draw(trainer, time.perf_counter())
+        if trainer.position:
+            self._line = f"step {trainer.step}  loss {trainer.loss:.4g}"
         self._print()
         self._stop()
 
@@ -88,8 +91,7 @@ class Progress(Callback):
         self._next_line = time.perf_counter() + _LINE
 
     def _draw(self, trainer: Trainer, now: float) -> None:
-        made = trainer.step - self._epoch_step
-        rate = made * trainer.batch_size / max(now - self._epoch_begin, 1e-9)
+        rate = self._samples / max(now - self._epoch_begin, 1e-9)
         self._bar.update(
             self._task,
             completed=trainer.step,

@@ -37,5 +37,5 @@ class Throughput(Callback):
         assert trainer.part is not None
         samples = trainer.part.weight * trainer.world.size
         trainer.log("samples_per_second", Total(samples, passed))
-        trainer.log("step_seconds", passed)
-        trainer.log("data_wait_seconds", trainer.data_wait)
+        trainer.log("step_seconds", Total(passed, 1))
+        trainer.log("data_wait_seconds", Total(trainer.data_wait, 1))

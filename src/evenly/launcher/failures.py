@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from evenly.wording import ranks
+
 if TYPE_CHECKING:
     from evenly.launcher.rendezvous import Meeting
 
@@ -94,9 +96,9 @@ def describe(cause: Ending, *, stopped: Sequence[int], finished: Sequence[int]) 
     """What happened, in one line without its end: the cause, then what became of the others."""
     parts = [f"rank {cause.rank} {_what(cause)}{' on another machine' * cause.elsewhere}"]
     if finished:
-        parts.append(f"{_ranks(finished)} had finished")
+        parts.append(f"{ranks(finished)} had finished")
     if stopped:
-        parts.append(f"{_ranks(stopped)} {'was' if len(stopped) == 1 else 'were'} stopped")
+        parts.append(f"{ranks(stopped)} {'was' if len(stopped) == 1 else 'were'} stopped")
     return "; ".join(parts)
 
 
@@ -114,15 +116,3 @@ def _what(cause: Ending) -> str:
     if cause.kind == "other":
         return f"ended because another rank failed {code}"
     return f"failed {code}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """``rank 2``, ``ranks 0, 1, 3``, ``ranks 0 to 62``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    texts = [f"{run[0]} to {run[-1]}" if len(run) > 3 else ", ".join(map(str, run)) for run in runs]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"

@@ -23,8 +23,8 @@ from evenly.errors import DisagreementError, SettingError
 from evenly.meeting import Group, size_of
 from evenly.metrics.inventory import compare, find_holders
 from evenly.metrics.merging import Order
-from evenly.metrics.parcel import exchange
 from evenly.metrics.states import Report
+from evenly.parcel import exchange
 from evenly.tree import leaves, map_leaves
 from evenly.world import open_world
 

@@ -22,7 +22,7 @@ from evenly.prediction.layout import Format
 from evenly.prediction.manifest import read_predictions
 from evenly.prediction.memory import Indices, Keep, Memory
 from evenly.prediction.tally import Tally, every_sample_once
-from evenly.prediction.together import together
+from evenly.together import together
 from evenly.turn import on_rank
 from evenly.world import World, current_world
 

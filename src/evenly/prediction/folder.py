@@ -18,7 +18,7 @@ from evenly.prediction.layout import Format, Layout, file_names, lay_out
 from evenly.prediction.manifest import described, make_manifest, write_manifest
 from evenly.prediction.memory import Indices
 from evenly.prediction.rows import RowWriter
-from evenly.prediction.together import together
+from evenly.together import together
 from evenly.turn import on_rank
 from evenly.world import current_world
 

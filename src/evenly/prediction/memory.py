@@ -13,7 +13,7 @@ from torch import Tensor
 
 from evenly.collectives import all_gather_object, gather_object
 from evenly.prediction.columns import Bytes, Column, Schema, size_of_rows, tensor_of
-from evenly.prediction.together import together
+from evenly.together import together
 from evenly.world import current_world
 
 Keep = Literal["all", "first"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 from evenly.collectives import all_gather_object, any_rank
@@ -20,6 +19,14 @@ class Averages:
 
     def __init__(self) -> None:
         self._totals: dict[str, tuple[Number, Number]] = {}
+
+    def log(self, name: str, value: Total | Number, weight: Number) -> None:
+        """As `add`, under a name that a user gave."""
+        if name == "loss":
+            raise SettingError(
+                "a number named 'loss' would take the place of the loss; log it by another name."
+            )
+        self.add(name, value, weight)
 
     def add(self, name: str, value: Total | Number, weight: Number = 1.0) -> None:
         """A total with its weight, or a number that counts ``weight`` times."""
@@ -55,8 +62,7 @@ def gathered(averages: Averages) -> dict[str, float]:
 
 def _one(name: str, value: object) -> Number:
     if isinstance(value, Tensor) and value.numel() == 1:
-        plain = value.detach().reshape(())
-        return plain if plain.is_cuda and plain.dtype == torch.float32 else plain.double()
+        return value.detach().reshape(()).double()  # sums over an epoch need the digits
     if isinstance(value, int | float):
         return value
     given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)

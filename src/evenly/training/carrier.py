@@ -2,7 +2,8 @@
 
 A tiny extra parameter lies in DDP's own gradient bucket. Its "gradient" is what this rank has to
 say (loss total, weight, whether to stop, which step this is), so that the sum over ranks arrives
-with the gradients and no collective is added.
+with the gradients and no collective is added. (A model all of whose parameters are of half
+precision has no bucket that could hold these numbers; there they travel in one of their own.)
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 _SLOTS = 5  # loss total, weight, stop, step tag, its square
-_TAGS = 16  # tags are small, so that their squares add up exactly enough over many ranks
+_TAGS = (-1.0, 0.0, 1.0)  # of steps in turn; small, so that adding them up hardly rounds
 
 
 class News(NamedTuple):
@@ -27,34 +28,48 @@ class News(NamedTuple):
     """Whether any rank wants to stop."""
     apart: bool
     """Whether the ranks were at different steps."""
+    norm: float = 0.0
+    """Of the gradient, where it was not looked at before the update."""
 
 
 class Message:
     """The news of a step, perhaps still on its way from a GPU."""
 
-    def __init__(self, values: Tensor | list[float], size: int) -> None:
+    def __init__(self, values: Tensor | list[float], size: int, norm: Tensor | None = None) -> None:
+        """``norm`` is the gradient's, where it was computed and not looked at yet."""
         self._size = size
-        self._values = values
         self._event: torch.cuda.Event | None = None
-        if isinstance(values, Tensor) and values.is_cuda:
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
+        if isinstance(values, Tensor):
+            if norm is not None:
+                values = torch.cat([values, norm.reshape(1).to(values)])
+            received = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            received.copy_(values, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
+            values = received
+        self._values = values
 
     def read(self) -> News:
         """The news; waits for them if need be."""
         if self._event is not None:
             self._event.synchronize()
         values = self._values.tolist() if isinstance(self._values, Tensor) else self._values
-        total, weight, stop, tag, square = values
+        total, weight, stop, tag, square, *norm = values
         return News(
             total=total * self._size,
             weight=weight * self._size,
             stop=stop * self._size > 0.5,
-            # The variance of the tags: 0, or at least about 1 / ranks.
-            apart=square - tag * tag > 0.5 / self._size,
+            apart=square - tag * tag > _largest_spread(self._size),
+            norm=norm[0] if norm else 0.0,
         )
+
+
+def _largest_spread(size: int) -> float:
+    """What the variance of equal tags may be by rounding. One rank among others makes it about
+    1 / size, which float32 cannot tell from rounding beyond some thousand ranks; then it is not
+    noticed, rather than all of them stopped.
+    """
+    return max(0.25 / size, 2 * size * torch.finfo(torch.float32).eps)
 
 
 class Carriage(nn.Module):
@@ -136,10 +151,11 @@ class Carriage(nn.Module):
     def _values(
         self, total: Tensor | float, weight: Tensor | float, last: bool, stop: bool
     ) -> Tensor | list[float]:
-        tag = self._desk.step % _TAGS if last else 0
+        place = self._desk.step % len(_TAGS) if last else _TAGS.index(0.0)
         if not self._rows.is_cuda:
+            tag = _TAGS[place]
             return [float(total), float(weight), float(stop), tag, tag * tag]
-        values = self._rows[int(stop), tag].clone()  # filled there: a copy would wait for the GPU
+        values = self._rows[int(stop), place].clone()  # filled there: a copy would wait for it
         values[0], values[1] = total, weight
         return values
 
@@ -163,8 +179,8 @@ class _Desk:
 
 def _rows(kind: torch.dtype) -> Tensor:
     """What can be sent besides total and weight, for either wish to stop and each tag."""
-    tags = torch.arange(_TAGS, dtype=kind)
-    rows = torch.zeros(2, _TAGS, _SLOTS, dtype=kind)
+    tags = torch.tensor(_TAGS, dtype=kind)
+    rows = torch.zeros(2, len(_TAGS), _SLOTS, dtype=kind)
     rows[1, :, 2] = 1
     rows[:, :, 3], rows[:, :, 4] = tags, tags * tags
     return rows

@@ -72,7 +72,7 @@ class Recognised:
         """What ``reduction="mean"`` divides the sum by."""
         if self.function in _OF_CLASSES:
             return _weight_of_classes(predictions, target, **self.options())
-        if self.function is F.poisson_nll_loss or predictions.shape == target.shape:
+        if predictions.shape == target.shape:
             return float(predictions.numel())
         return float(torch.broadcast_shapes(predictions.shape, target.shape).numel())
 

@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from evenly.layers import SyncBatchNorm
+from evenly.wording import some
 
 
 def notices(model: nn.Module, *, size: int, cut: bool) -> Iterator[str]:
@@ -22,28 +23,23 @@ def notices(model: nn.Module, *, size: int, cut: bool) -> Iterator[str]:
             kinds.setdefault(kind, []).append(name or type(module).__name__)
     if _BatchNorm in kinds and size > 1:
         yield (
-            f"{_some(kinds[_BatchNorm])}: BatchNorm takes its statistics over each rank's samples, "
-            "so the numbers depend on the process count. evenly.SyncBatchNorm.convert(model) takes "
-            "them over the whole step."
+            f"{some(kinds[_BatchNorm], 3)}: BatchNorm takes its statistics over each rank's "
+            "samples, so the numbers depend on the process count. "
+            "evenly.SyncBatchNorm.convert(model) takes them over the whole step."
         )
     elif _BatchNorm in kinds and cut:
         yield (
-            f"{_some(kinds[_BatchNorm])}: BatchNorm takes its statistics over a micro-batch, so "
+            f"{some(kinds[_BatchNorm], 3)}: BatchNorm takes its statistics over a micro-batch, so "
             "the numbers depend on microbatch=. Without it they are the whole step's."
         )
     if SyncBatchNorm in kinds and cut:
         yield (
-            f"{_some(kinds[SyncBatchNorm])}: SyncBatchNorm takes its statistics over the ranks' "
+            f"{some(kinds[SyncBatchNorm], 3)}: SyncBatchNorm takes its statistics over the ranks' "
             "micro-batches, so the numbers depend on microbatch= and the process count. Without "
             "microbatch= they are the whole step's."
         )
     if _DropoutNd in kinds and (size > 1 or cut):
         yield (
-            f"{_some(kinds[_DropoutNd])}: dropout draws for each rank by itself, so the numbers "
+            f"{some(kinds[_DropoutNd], 3)}: dropout draws for each rank by itself, so the numbers "
             "depend on the process count, as they do on the seed."
         )
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

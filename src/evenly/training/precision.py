@@ -59,10 +59,15 @@ class Mixed:
             self._scaler.step(optimizer)
             self._scaler.update()
 
+    @property
+    def scaled(self) -> bool:
+        """Whether gradients may overflow as a matter of course, which `step` takes care of."""
+        return self._scaler is not None
+
     def skip(self) -> None:
-        """Leave out a step whose gradients were unscaled already."""
+        """Leave out a step whose gradients were unscaled already; the scale falls."""
         if self._scaler is not None:
-            self._scaler.update(self._scaler.get_scale())
+            self._scaler.update()
 
     def state_dict(self) -> dict[str, float]:
         return {} if self._scaler is None else self._scaler.state_dict()

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from evenly.collectives import all_gather_object
-from evenly.errors import DataError, LossError
+from evenly.errors import LossError
 from evenly.objective import Output, Sum, Total
 from evenly.part import rows
+from evenly.seeding import streams_kept
+from evenly.training.modes import evaluating
 from evenly.training.recipe import Recipe
 from evenly.tree import leaves, map_leaves
 
@@ -57,19 +59,21 @@ def agreed(found: Findings) -> Findings:
 
 @torch.no_grad()
 def doubt(recipe: Recipe, model: nn.Module, data: Any, output: Output, count: int) -> str | None:
-    """What is wrong with the loss of this batch, or None. Runs the user's code up to eight times.
+    """What is wrong with the loss of this batch, or None. Runs the user's code up to 14 times.
 
-    A loss that draws random numbers cannot be judged and is not. Ranks must not meet in it.
+    A loss that draws random numbers, or does not take a part of a batch, cannot be judged and is
+    not. Ranks must not meet in it.
     """
     if recipe.known or count < 2:
         return None
     try:
-        if recipe.stepwise:
-            tolerance = _HALF if torch.is_autocast_enabled(_device(model)) else _SINGLE
-            losses = _by_batch(recipe, model, data, count)
-        else:
-            losses, tolerance = _by_predictions(recipe, output, count)
-    except DataError:
+        with streams_kept(), evaluating(model, recipe.module):
+            if recipe.stepwise:
+                tolerance = _HALF if torch.is_autocast_enabled(_device(model)) else _SINGLE
+                losses = _by_batch(recipe, model, data, count)
+            else:
+                losses, tolerance = _by_predictions(recipe, output, count)
+    except Exception:  # the user's own, on a part that only we have made
         return None  # it cannot be cut by sample, so it cannot be judged
     if losses is None or isinstance(losses[0], Sum):
         return None
@@ -165,8 +169,7 @@ def _by_predictions(recipe: Recipe, output: Output, count: int) -> tuple[list[An
 def _by_batch(recipe: Recipe, model: nn.Module, data: Any, count: int) -> list[Any] | None:
     """The same by running the step again, in eval mode; None if it draws random numbers."""
     batches = [rows(data, *bounds, count) for bounds in _bounds(count)]
-    with evaluating(model):
-        losses = [recipe.run(model, batch, split=True).loss for batch in [batches[0], *batches]]
+    losses = [recipe.run(model, batch, split=True).loss for batch in [batches[0], *batches]]
     first, *rest = losses
     same = all(
         torch.equal(torch.as_tensor(a), torch.as_tensor(b))
@@ -191,15 +194,3 @@ def _close(one: float, other: float, tolerance: float) -> bool:
     if one != one or other != other:  # nan is somebody else's business
         return True
     return abs(one - other) <= tolerance * max(abs(one), abs(other), 1e-12)
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode for a while; afterwards each of its modules is as it was."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

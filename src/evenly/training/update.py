@@ -52,8 +52,6 @@ class Outcome(NamedTuple):
     """The message, if it was read; then the step was judged by it."""
     runs: Runs
     updated: bool
-    norm: Tensor | None
-    """Of the gradient before clipping, where there is clipping."""
 
 
 class Update:
@@ -125,21 +123,30 @@ class Update:
         good = news is None or self._verdict.good(news, self._runs)
         if good and self._on_gradients is not None:
             self._on_gradients()
-        norm = None
         if self._settings.clip_norm is not None and good:
-            norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._settings.clip_norm)
-            good = news is None or self._verdict.good_gradient(norm, self._runs)
+            norm = torch.nn.utils.clip_grad_norm_(self._held, self._settings.clip_norm)
+            # An overflow of scaled gradients is the scaler's business, and nothing unusual.
+            if news is None and not self._mixed.scaled:
+                message = Message(values, self._world.size, norm)
+            elif news is not None and not self._mixed.scaled:
+                good = self._verdict.good_gradient(float(norm), self._runs)
         if good:
             self._mixed.step(self._optimizer)
         else:
             self._mixed.skip()
-        return Outcome(message, news, self._runs, good, norm)
+        return Outcome(message, news, self._runs, good)
 
     def judged(self, outcome: Outcome) -> News:
         """The news of a step that was not waited for; raises if they are bad."""
         news = outcome.message.read()
         self._verdict.good(news, outcome.runs)
+        self._verdict.good_gradient(news.norm, outcome.runs)
         return news
+
+    def close(self) -> None:
+        """Let go of the exchange, so that the model can be trained in another way."""
+        if self._replica is not None:
+            self._replica.leave()
 
     @property
     def meets(self) -> bool:
@@ -225,8 +232,8 @@ class Update:
         factor: Tensor | float = 1.0
         if news is None:
             assert isinstance(values, Tensor)
-            weight = (values[1] * self._world.size).clamp_min(torch.finfo(values.dtype).tiny)
-            factor = samples / weight
+            weight = values[1] * self._world.size
+            factor = torch.where(weight > 0, samples / weight, 0.0)
         elif news.weight and abs(samples / news.weight - 1) > self._rounding:
             factor = samples / news.weight
         if isinstance(factor, Tensor) or factor != 1.0:
@@ -241,6 +248,8 @@ class Update:
         self._carriage = Carriage(modules, size=world.size, device=world.device)
         self._rounding = 4 * torch.finfo(self._carriage.kind).eps
         self._parameters = self._carriage.parameters_of_modules
+        held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        self._held = [p for p in self._parameters if id(p) in held]
         self._settled = self._trained()
         if self._replica is not None:
             self._replica.leave()

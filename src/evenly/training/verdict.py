@@ -18,6 +18,7 @@ from evenly.errors import EvenlyWarning, LossError, SettingError
 from evenly.part import Part
 from evenly.training.carrier import News
 from evenly.tree import leaves
+from evenly.wording import some
 from evenly.world import World
 
 Nonfinite = Literal["stop", "skip", "continue"]
@@ -60,13 +61,13 @@ class Verdict:
             return True
         return self._answer(f"the loss of {where} is {news.total / news.weight}", runs)
 
-    def good_gradient(self, norm: Tensor, runs: Runs) -> bool:
+    def good_gradient(self, norm: float, runs: Runs) -> bool:
         """The same by the norm of the gradient, where there is one to look at."""
         if self._nonfinite == "continue" or math.isfinite(norm):
             return True
         part = runs[0][0]
         where = f"step {part.step} of epoch {part.epoch}"
-        return self._answer(f"the gradient of {where} has norm {float(norm)}", runs)
+        return self._answer(f"the gradient of {where} has norm {norm}", runs)
 
     def _answer(self, what: str, runs: Runs) -> bool:
         """A meeting of all ranks: each says which of its samples are to blame."""
@@ -89,11 +90,11 @@ class Verdict:
 
 
 def _blamed(run: Part) -> str:
-    text = f"the loss of samples {_some(run.indices.tolist())} is not finite"
+    text = f"the loss of samples {some(run.indices.tolist(), 16)} is not finite"
     rows = _bad_rows(run.data, run.weight)
     if rows is not None and rows.any():
         bad = run.indices[rows.nonzero().flatten().cpu()].tolist()
-        text += f", and the data of samples {_some(bad)} are not"
+        text += f", and the data of samples {some(bad, 16)} are not"
     return text
 
 
@@ -105,8 +106,3 @@ def _bad_rows(data: Any, count: int) -> Tensor | None:
             here = ~torch.isfinite(leaf.detach().reshape(count, -1)).all(dim=1)
             bad = here if bad is None else bad | here.to(bad.device)
     return bad
-
-
-def _some(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:16]))
-    return f"{shown} and {len(numbers) - 16} more" if len(numbers) > 16 else shown

@@ -32,11 +32,10 @@ def together(work: Callable[[], T]) -> list[T]:
         error = raised
         sent = _outcome(raised, world.rank)
     outcomes = [cloudpickle.loads(entry) for entry in all_gather_object(sent)]
-    if error is not None:
-        raise error
-    for _, other in outcomes:
-        if other is not None:
-            raise other
+    for failure in (error, *(other for _, other in outcomes)):
+        if failure is not None:
+            failure.agreed = True  # every rank raises it here
+            raise failure
     return [value for value, _ in outcomes]
 
 

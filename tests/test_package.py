@@ -155,5 +155,5 @@ def test_the_digits_are_the_real_ones_in_the_stated_shapes() -> None:
 def test_the_architecture_page_names_every_module() -> None:
     page = (SOURCE.parent.parent / "docs" / "explanation" / "architecture.md").read_text()
     for level, names in enumerate(LAYERS):
-        missing = [name for name in names if name not in page]
+        missing = [name for name in names - {"__main__"} if name not in page]
         assert not missing, f"layer {level} of the package is not on the page: {missing}"

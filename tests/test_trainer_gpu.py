@@ -60,7 +60,7 @@ def test_half_precision_learns_and_metrics_stay_in_full(precision: str, count: i
             **ON_GPU,
         )
         trainer.fit(digits(torch.float32), epochs=8)
-        return trainer.test(digits(torch.float32))["accuracy"], trainer._mixed.state_dict()
+        return trainer.test(digits(torch.float32))["accuracy"], trainer.mixed.state_dict()
 
     ranks = run_ranks(program, count)
     assert ranks[0][0] > 0.9

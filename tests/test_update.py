@@ -193,7 +193,7 @@ def test_half_precision_learns_and_all_ranks_hold_the_same_weights_and_scale(
             model=network(torch.float32), precision=precision, clip_norm=1.0, microbatch=20
         )
         trainer.fit(digits(torch.float32), epochs=3)
-        return outcome(trainer), trainer._mixed.state_dict()
+        return outcome(trainer), trainer.mixed.state_dict()
 
     ranks = run_ranks(program, 2)
     losses = ranks[0][0]["history"]["loss"]
@@ -232,7 +232,7 @@ def test_an_overflow_on_one_rank_lowers_the_scale_on_all(clip_norm: float | None
             clip_norm=clip_norm,
         )
         trainer.fit(digits(torch.float32), steps=30)
-        return outcome(trainer), trainer._mixed.state_dict(), trainer.step
+        return outcome(trainer), trainer.mixed.state_dict(), trainer.step
 
     ranks = run_ranks(program, 2)
     assert ranks[0][1] == ranks[1][1]
@@ -250,7 +250,7 @@ def test_a_step_with_a_bad_loss_is_left_out_in_half_precision_too() -> None:
             model=network(torch.float32), precision="fp16", nonfinite="skip", batch_size=50
         )
         trainer.fit(data, epochs=3)
-        return outcome(trainer), trainer._mixed.state_dict()
+        return outcome(trainer), trainer.mixed.state_dict()
 
     for found, scaler in run_ranks(program, 2):
         assert all(bool(t.isfinite().all()) for t in found["weights"].values())
@@ -432,9 +432,9 @@ def test_equal_tags_never_look_unequal_and_one_other_does_up_to_a_thousand_ranks
     from evenly.training.carrier import _TAGS, Message
 
     def arrived(tags: list[float]) -> Message:
-        mean = torch.zeros(5)
+        mean = torch.zeros(6)
         for tag in tags:  # one after the other, the worst order
-            mean += torch.tensor([0.0, 1.0, 0.0, tag, tag * tag]) * (1 / size)
+            mean += torch.tensor([0.0, 1.0, 0.0, 0.0, tag, tag * tag]) * (1 / size)
         return Message(mean.tolist(), size)
 
     for place, tag in enumerate(_TAGS):

@@ -12,6 +12,7 @@ from evenly.loader import Loader
 from evenly.part import Part
 from evenly.seeding import StepStreams
 from evenly.training.averages import gathered
+from evenly.training.carrier import Wishes
 from evenly.training.every import Every
 from evenly.training.schedule import Schedule
 from evenly.training.update import Outcome, Update
@@ -32,10 +33,15 @@ class Fit:
         train: Loader,
         validate: Mapping[str, Loader],
         validate_every: Every,
+        save_every: Every,
     ) -> None:
         self._trainer, self._update, self._schedule = trainer, update, schedule
         self._hooks, self._world = trainer.hooks, trainer.world
         self._train, self._validate, self._validate_every = train, validate, validate_every
+        self._save_every = save_every
+        self._saved = trainer.step
+        self._save_due = False
+        self._clock = time.monotonic()
         # On a GPU a step's news are read after the next one was launched, so nobody waits.
         self._late = int(self._world.device.type == "cuda")
         self._pending: deque[tuple[int, Outcome]] = deque()
@@ -49,6 +55,7 @@ class Fit:
         self._hooks.call("on_run_start", trainer)
         while not self._done():
             self._epoch()
+        self._save()
         self._hooks.call("on_run_end", trainer)
 
     def _done(self) -> bool:
@@ -73,6 +80,9 @@ class Fit:
             if self._validate_every.after_step(trainer.step):
                 self._settle()
                 self._evaluate()
+            if self._save_every.after_step(trainer.step) or self._save_due:
+                self._settle()
+                self._save()
         self._settle()
         if trainer.position == len(self._train):
             self._end_of_epoch()
@@ -86,7 +96,7 @@ class Fit:
             self._streams.watch(part.epoch, part.step)
         else:
             self._streams.seed(part.epoch, part.step)
-        outcome = self._update.step(part, stop=trainer.stop_wanted)
+        outcome = self._update.step(part, self._wishes())
         if self._first:
             self._streams.look()
             self._first = False
@@ -97,6 +107,17 @@ class Fit:
         self._settle(self._late)
         if self._step_hooks[1]:
             self._hooks.call("on_step_end", trainer)
+
+    def _wishes(self) -> Wishes:
+        seconds = self._save_every.seconds
+        due = seconds > 0 and self._world.rank == 0 and time.monotonic() - self._clock >= seconds
+        return Wishes(self._trainer.stop_wanted, due)
+
+    def _save(self) -> None:
+        """A checkpoint, unless this very step has one."""
+        if self._trainer.step != self._saved:
+            self._trainer.save(self._train.plan)
+        self._saved, self._save_due, self._clock = self._trainer.step, False, time.monotonic()
 
     def _settle(self, late: int = 0) -> None:
         """Take note of the steps whose news are due; every rank does so at the same step."""
@@ -111,6 +132,8 @@ class Fit:
                 trainer.epoch_loss = (total + news.total, weight + news.weight)
             if news.stop:
                 trainer.stopped = True
+            if news.save:
+                self._save_due = True
 
     def _evaluate(self) -> None:
         trainer = self._trainer
@@ -144,4 +167,6 @@ class Fit:
             self._evaluate()
         self._schedule.after_epoch(values)
         self._hooks.call("on_epoch_end", trainer, {**values, **self._validated})
+        if self._save_every.after_epoch(trainer.epoch):
+            self._save()
         self._agree_to_stop()

@@ -6,6 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 from evenly import metrics as measured
 from evenly.callbacks.base import Hooks
 from evenly.callbacks.progress import Progress
+from evenly.checkpoint import CheckpointFolder
 from evenly.errors import EvenlyWarning, SettingError
 from evenly.evaluation import check_predictions, evaluate, flat
 from evenly.fetching import Collate
@@ -27,14 +29,16 @@ from evenly.meeting import some_absent
 from evenly.metrics.inventory import find_holders
 from evenly.objective import Output, Total
 from evenly.part import Part
-from evenly.plan import Tail
+from evenly.plan import Plan, Tail
 from evenly.prediction import predict
 from evenly.prediction.layout import Format
 from evenly.prediction.memory import Keep
 from evenly.replica import check_trainable
+from evenly.resuming import go_on, state_of
 from evenly.seeding import seed_streams, streams_kept
+from evenly.together import together
 from evenly.training.averages import Averages
-from evenly.training.every import every
+from evenly.training.every import Every, every
 from evenly.training.history import History
 from evenly.training.modes import evaluating
 from evenly.training.notices import notices
@@ -103,6 +107,9 @@ class Trainer:
         nonfinite: Nonfinite = "stop",
         callbacks: Sequence[Any] = (),
         progress: bool = True,
+        folder: str | os.PathLike[str] | None = None,
+        save_every: int | str = "epoch",
+        keep: int | None = 3,
         find_unused_parameters: bool = False,
         collective_forward: bool | None = None,
         check_loss: bool = True,
@@ -133,6 +140,11 @@ class Trainer:
           clip_norm: the largest norm of the whole gradient.
           nonfinite: what to do about a loss, or a clipped gradient, that is nan or inf: "stop",
             "skip" or "continue". On a GPU "stop" comes a step late, after the update.
+        Checkpoints:
+          folder: where they go, on a file system that all ranks see; none without it.
+          save_every: a number of steps, "epoch", "3 epochs", or a time ("10m", "2h"); and at the
+            end of `fit`.
+          keep: how many of the newest stay; None for all.
         Ranks:
           find_unused_parameters: parameters may have no part in some steps.
           collective_forward: ranks meet in the forward pass or the loss (not given: found out).
@@ -152,13 +164,13 @@ class Trainer:
             collective_forward=collective_forward,
             check_loss=check_loss,
         )
-        self._mixed = Mixed(precision, self.world.device)
+        self.mixed = Mixed(precision, self.world.device)
         self._verdict = Verdict(self.world, nonfinite)
         self._recipe = Recipe(
             forward=forward, target=target, loss=loss, step=step, device=self.world.device
         )
         self._metrics = self._accepted(metrics or {})
-        self._train_metrics = self._accepted(train_metrics or {})
+        self.train_metrics = self._accepted(train_metrics or {})
         self.callbacks = [*callbacks, *([Progress()] if progress else [])]
         self.hooks = Hooks(self.callbacks, self.world)
         self.model = self.evaluated = _made(model, seed)
@@ -183,6 +195,12 @@ class Trainer:
         self._update: Update | None = None
         self._told = self._closed = False
         self.stop_wanted = self.stopped = False
+        self._save_every = every("save_every", save_every, timed=True)
+        self.checkpoints: CheckpointFolder | None = None
+        if folder is not None:
+            if keep is not None and keep < 1:
+                raise SettingError(f"keep={keep}: give 1 or more, or None to keep all.")
+            self.checkpoints = CheckpointFolder(Path(folder) / "checkpoints", keep=keep)
 
     def fit(
         self,
@@ -192,6 +210,7 @@ class Trainer:
         epochs: int | None = None,
         steps: int | None = None,
         validate_every: int | str = "epoch",
+        resume: Literal["auto"] | None = None,
     ) -> History:
         """Train until ``epochs`` or ``steps`` have been made since the run began.
 
@@ -226,7 +245,10 @@ class Trainer:
 
         ``train`` is a data set or an `evenly.Loader`, ``validate`` the same or several by name;
         ``validate_every`` is a number of steps, "epoch" or "3 epochs". A second `fit` goes on
-        where the first ended. A meeting of all ranks; an error on one of them ends it on all.
+        where the first ended. ``resume="auto"`` goes on from the newest whole checkpoint in the
+        Trainer's folder, on any number of processes, or starts where there is none; without it a
+        folder with checkpoints of another run is refused. A meeting of all ranks; an error on one
+        of them ends it on all.
         """
         if self.optimizer is None:
             raise SettingError("there is no optimizer to train with; give the Trainer one.")
@@ -245,13 +267,14 @@ class Trainer:
                 stages=stages,
                 **self._scheduling,
             )
+        self._resume(resume, loader.plan)
         self._update = update = Update(
             self.model,
             self._recipe,
             self.optimizer,
             self._settings,
             world=self.world,
-            mixed=self._mixed,
+            mixed=self.mixed,
             verdict=self._verdict,
             watch=self._watch,
             on_gradients=self._on_gradients if self.hooks.has("on_gradients") else None,
@@ -263,6 +286,7 @@ class Trainer:
             train=loader,
             validate=stages,
             validate_every=often,
+            save_every=self._save_every if self.checkpoints is not None else Every(),
         )
         self.stop_wanted = self.stopped = False
         with self._guarded([loader, *stages.values()]), streams_kept():
@@ -307,7 +331,7 @@ class Trainer:
 
         def predictions(part: Part) -> Any:
             lonely = part.global_weight < self.world.size
-            with self._mixed.autocast(), some_absent() if lonely else contextlib.nullcontext():
+            with self.mixed.autocast(), some_absent() if lonely else contextlib.nullcontext():
                 return self._recipe.predict(model, part.data)
 
         with (
@@ -350,6 +374,23 @@ class Trainer:
             self._closed = True
             self.world.close()
 
+    def save(self, plan: Plan) -> None:
+        """A checkpoint of this point between two steps; a meeting of all ranks."""
+        if self.checkpoints is not None:
+            self.checkpoints.save(self.step, state_of(self, plan))
+
+    @property
+    def loss_module(self) -> nn.Module | None:
+        """The loss, if it is a module."""
+        return self._recipe.module
+
+    def scheduler_state(self) -> Any:
+        return None if self._schedule is None else self._schedule.state_dict()
+
+    def load_scheduler_state(self, state: Any) -> None:
+        if self._schedule is not None and state is not None:
+            self._schedule.load_state_dict(state)
+
     @property
     def share(self) -> Tensor | float:
         """For ``on_gradients``: times this, the gradient of a value inside the model is that of
@@ -374,7 +415,7 @@ class Trainer:
                     model=self.evaluated,
                     recipe=self._recipe,
                     metrics=metrics,
-                    mixed=self._mixed,
+                    mixed=self.mixed,
                     samples=loader.plan.length,
                     meets=self._meets(),
                     averages=self.averages,
@@ -395,10 +436,10 @@ class Trainer:
 
     def computed_train_metrics(self) -> dict[str, Any]:
         """The training metrics of the epoch, which then start again; a meeting of all ranks."""
-        if not self._train_metrics:
+        if not self.train_metrics:
             return {}
-        values = flat(measured.compute(self._train_metrics))
-        for metric in leaves(self._train_metrics):
+        values = flat(measured.compute(self.train_metrics))
+        for metric in leaves(self.train_metrics):
             metric.reset()
         return values
 
@@ -413,10 +454,10 @@ class Trainer:
         """What one micro-batch gave."""
         for name, value in output.log.items():
             self.averages.log(name, value, part.weight)
-        if self._train_metrics:
+        if self.train_metrics:
             check_predictions(output)
             with torch.no_grad():
-                measured.update(self._train_metrics, output.predictions, output.target)
+                measured.update(self.train_metrics, output.predictions, output.target)
 
     def _meets(self) -> bool:
         """Whether ranks meet in the user's code in evaluation. SyncBatchNorm meets in training."""
@@ -434,6 +475,28 @@ class Trainer:
         """The model, and the loss if it is a module."""
         modules = [self.model, self._recipe.module]
         return nn.ModuleList([module for module in modules if module is not None])
+
+    def _resume(self, resume: str | None, plan: Plan) -> None:
+        if resume not in (None, "auto"):
+            raise SettingError(f"resume={resume!r}; give 'auto', or leave it out.")
+        if self.checkpoints is None:
+            if resume is not None:
+                raise SettingError(
+                    "resume='auto' needs a place to look: give the Trainer a folder=."
+                )
+            return
+        if self.step:  # this run is further than what it has saved
+            return
+        saved = self.checkpoints.newest()
+        if saved is None:
+            return
+        if resume is None:
+            raise SettingError(
+                f"{self.checkpoints.folder} holds checkpoints of an earlier run. Go on with it by "
+                "fit(..., resume='auto'), or give the Trainer another folder."
+            )
+        together(lambda: go_on(self, plan, saved))
+        self._epoch_length = plan.steps
 
     def _check_position(self, length: int) -> None:
         """A run that stands within an epoch can only go on with an epoch of the same length."""

@@ -43,6 +43,8 @@ class EMA(Callback):
             self._averaged.eval()
             if self._waiting:
                 self._averaged.load_state_dict(self._waiting)
+                if int(self._averaged.n_averaged):
+                    trainer.evaluated = self._averaged.module
 
     def on_step_end(self, trainer: Trainer) -> None:
         if self._averaged is not None and trainer.step > self.start:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torchmetrics.wrappers import MetricTracker
 
+from evenly.collectives import all_gather_object
 from evenly.errors import DisagreementError, SettingError
 from evenly.meeting import Group, size_of
 from evenly.metrics.inventory import compare, find_holders
@@ -91,6 +92,25 @@ def copies(metrics: Any, *, device: torch.device | None = None) -> Any:
         if device is not None and callable(getattr(metric, "to", None)):
             metric.to(device)
     return copied
+
+
+def merged_state(metrics: Any) -> dict[str, Any]:
+    """As `local_state`, of what all ranks hold together; a meeting of all ranks.
+
+    Given to one rank of any number, while the others start anew, it goes on exactly.
+    """
+    found = find_holders(metrics, several=True)
+    ranks = all_gather_object([holder.report({}) for holder in found])
+    compare(ranks)
+    states = {}
+    for place, holder in enumerate(found):
+        try:
+            holder.borrow([reports[place] for reports in ranks], None)
+            states[holder.path] = holder.snapshot()
+        finally:
+            holder.restore()
+        states[holder.path]["updates"] = sum(reports[place].updates for reports in ranks)
+    return {"version": _VERSION, "metrics": states}
 
 
 def local_state(metrics: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -40,24 +40,31 @@ class Averages:
     def numbers(self) -> Numbers:
         return {name: (float(total), float(w)) for name, (total, w) in self._totals.items()}
 
+    def load(self, numbers: Mapping[str, Sequence[float]]) -> None:
+        """Go on from what `numbers`, or several ranks' added up, gave."""
+        self._totals = {name: (total, weight) for name, (total, weight) in numbers.items()}
+
     def clear(self) -> None:
         self._totals = {}
 
 
-def _means(ranks: Iterable[Numbers]) -> dict[str, float]:
-    """The means over all ranks' totals; nan where nothing has weight."""
+def added(ranks: Iterable[Numbers]) -> Numbers:
+    """The totals and weights of all ranks together."""
     sums: Numbers = {}
     for numbers in ranks:
         for name, (total, weight) in numbers.items():
             before = sums.get(name, (0.0, 0.0))
             sums[name] = (before[0] + total, before[1] + weight)
-    return {name: t / weight if weight else float("nan") for name, (t, weight) in sums.items()}
+    return sums
 
 
 def gathered(averages: Averages) -> dict[str, float]:
     """The means over all ranks; a meeting of all. Ranks may have different names, or none."""
     numbers = averages.numbers()
-    return _means(all_gather_object(numbers)) if any_rank(bool(numbers)) else {}
+    if not any_rank(bool(numbers)):
+        return {}
+    sums = added(all_gather_object(numbers))
+    return {name: t / weight if weight else float("nan") for name, (t, weight) in sums.items()}
 
 
 def _one(name: str, value: object) -> Number:

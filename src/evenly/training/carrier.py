@@ -14,8 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-_SLOTS = 5  # loss total, weight, stop, step tag, its square
+_SLOTS = 6  # loss total, weight, stop, save, step tag, its square
 _TAGS = (-1.0, 0.0, 1.0)  # of steps in turn; small, so that adding them up hardly rounds
+
+
+class Wishes(NamedTuple):
+    """What a rank wants all of them to do after this step."""
+
+    stop: bool = False
+    save: bool = False
+
+
+NO_WISHES = Wishes()
 
 
 class News(NamedTuple):
@@ -26,6 +36,8 @@ class News(NamedTuple):
     weight: float
     stop: bool
     """Whether any rank wants to stop."""
+    save: bool
+    """Whether any rank wants a checkpoint."""
     apart: bool
     """Whether the ranks were at different steps."""
     norm: float = 0.0
@@ -54,11 +66,12 @@ class Message:
         if self._event is not None:
             self._event.synchronize()
         values = self._values.tolist() if isinstance(self._values, Tensor) else self._values
-        total, weight, stop, tag, square, *norm = values
+        total, weight, stop, save, tag, square, *norm = values
         return News(
             total=total * self._size,
             weight=weight * self._size,
             stop=stop * self._size > 0.5,
+            save=save * self._size > 0.5,
             apart=square - tag * tag > _largest_spread(self._size),
             norm=norm[0] if norm else 0.0,
         )
@@ -104,14 +117,14 @@ class Carriage(nn.Module):
         total: Tensor | float,
         weight: Tensor | float,
         last: bool,
-        stop: bool = False,
+        wishes: Wishes,
     ) -> Tensor:
         """A loss with ``factor`` times this one's gradient, whose backward pass sends the values.
 
         Its own value means nothing. ``last`` is for the last micro-batch of a step, which also
-        sends the tag.
+        sends the wishes and the tag.
         """
-        values = self._values(total, weight, last, stop)
+        values = self._values(total, weight, last, wishes)
         if self._size == 1:
             self._keep(values)
             return loss if factor == 1.0 else loss * factor
@@ -122,7 +135,7 @@ class Carriage(nn.Module):
         # The values become the carrier's gradient. It is zero itself, and adds nothing.
         return torch.add(torch.dot(self.carrier, values), loss, alpha=factor)
 
-    def load_nothing(self, *, touch: bool, last: bool, stop: bool = False) -> Tensor:
+    def load_nothing(self, *, touch: bool, last: bool, wishes: Wishes) -> Tensor:
         """What a rank without samples gives instead of running the user's code.
 
         With ``touch`` that is a zero gradient for each parameter, which DDP waits for.
@@ -130,7 +143,7 @@ class Carriage(nn.Module):
         zero = self._rows.new_zeros(())
         if touch:
             zero = _Nothing.apply(zero, *self.parameters_of_modules)
-        return self.load(zero, factor=1.0, total=0.0, weight=0.0, last=last, stop=stop)
+        return self.load(zero, factor=1.0, total=0.0, weight=0.0, last=last, wishes=wishes)
 
     def arrived(self) -> Tensor | list[float]:
         """After the backward pass: the mean over ranks of what was sent, for `Message`."""
@@ -149,13 +162,15 @@ class Carriage(nn.Module):
         return values
 
     def _values(
-        self, total: Tensor | float, weight: Tensor | float, last: bool, stop: bool
+        self, total: Tensor | float, weight: Tensor | float, last: bool, wishes: Wishes
     ) -> Tensor | list[float]:
         place = self._desk.step % len(_TAGS) if last else _TAGS.index(0.0)
+        stop, save = wishes if last else NO_WISHES
         if not self._rows.is_cuda:
             tag = _TAGS[place]
-            return [float(total), float(weight), float(stop), tag, tag * tag]
-        values = self._rows[int(stop), place].clone()  # filled there: a copy would wait for it
+            return [float(total), float(weight), float(stop), float(save), tag, tag * tag]
+        # Filled there: a copy from here would wait for the GPU.
+        values = self._rows[int(stop), int(save), place].clone()
         values[0], values[1] = total, weight
         return values
 
@@ -178,11 +193,11 @@ class _Desk:
 
 
 def _rows(kind: torch.dtype) -> Tensor:
-    """What can be sent besides total and weight, for either wish to stop and each tag."""
+    """What can be sent besides total and weight, for all wishes and each tag."""
     tags = torch.tensor(_TAGS, dtype=kind)
-    rows = torch.zeros(2, len(_TAGS), _SLOTS, dtype=kind)
-    rows[1, :, 2] = 1
-    rows[:, :, 3], rows[:, :, 4] = tags, tags * tags
+    rows = torch.zeros(2, 2, len(_TAGS), _SLOTS, dtype=kind)
+    rows[1, :, :, 2] = rows[:, 1, :, 3] = 1
+    rows[..., 4], rows[..., 5] = tags, tags * tags
     return rows
 
 

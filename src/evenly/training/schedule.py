@@ -54,6 +54,13 @@ class Schedule:
                 "scheduler_monitor='train/loss'."
             )
 
+    def state_dict(self) -> Any:
+        return None if self.scheduler is None else self.scheduler.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state)
+
     def after_step(self) -> None:
         if self.scheduler is not None and self._by_step and not self._waits:
             self.scheduler.step()

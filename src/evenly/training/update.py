@@ -17,7 +17,7 @@ from evenly.meeting import some_absent
 from evenly.objective import Output
 from evenly.part import Part
 from evenly.replica import Replica, wrap
-from evenly.training.carrier import Carriage, Message, News
+from evenly.training.carrier import NO_WISHES, Carriage, Message, News, Wishes
 from evenly.training.precision import Mixed
 from evenly.training.recipe import Recipe, Weighed
 from evenly.training.rehearsal import Findings, agreed, doubt
@@ -96,8 +96,8 @@ class Update:
         if self._trained() != self._settled:
             self._settle_parameters()
 
-    def step(self, part: Part, *, stop: bool = False) -> Outcome:
-        """One optimizer step on ``part``; ``stop`` tells all ranks that this one wants to end."""
+    def step(self, part: Part, wishes: Wishes = NO_WISHES) -> Outcome:
+        """One optimizer step on ``part``, with which all ranks hear of this one's wishes."""
         for parameter in self._parameters:
             parameter.grad = None
         limit = self._settings.microbatch
@@ -105,7 +105,7 @@ class Update:
         self._runs = []
         try:
             for number, run in enumerate(parts):
-                self._accumulate(run, len(parts), number == len(parts) - 1, stop)
+                self._accumulate(run, len(parts), number == len(parts) - 1, wishes)
         except RuntimeError as error:
             explained = self._explained(error)
             if explained is error:
@@ -153,27 +153,27 @@ class Update:
         """Whether ranks meet in the user's code, as far as is known."""
         return bool(self._meets)
 
-    def _accumulate(self, run: Part, runs: int, last: bool, stop: bool) -> None:
+    def _accumulate(self, run: Part, runs: int, last: bool, wishes: Wishes) -> None:
         if self._replica is None:
-            loss = self._forward(run, runs, last, stop)
+            loss = self._forward(run, runs, last, wishes)
         else:
             if self._replica.require_backward_grad_sync != last:  # setting it costs microseconds
                 self._replica.require_backward_grad_sync = last
-            loss = self._replica(functools.partial(self._forward, run, runs, last, stop))
+            loss = self._replica(functools.partial(self._forward, run, runs, last, wishes))
         if self._rescale is None:
             found = agreed(self._found)
             self._rescale = found.rescale
             self._meets = found.meets if self._meets is None else self._meets
         loss.backward()
 
-    def _forward(self, run: Part, runs: int, last: bool, stop: bool) -> Tensor:
+    def _forward(self, run: Part, runs: int, last: bool, wishes: Wishes) -> Tensor:
         """This rank's share of the loss of a run, loaded with what the ranks are to know."""
         if run.weight == 0 and not self._meets:
             self._runs.append((run, 0.0))
             # With find_unused_parameters DDP does not wait for them, and a zero gradient would
             # let the optimizer decay a parameter that no rank used.
             touch = not self._settings.find_unused_parameters
-            return self._carriage.load_nothing(touch=touch, last=last, stop=stop)
+            return self._carriage.load_nothing(touch=touch, last=last, wishes=wishes)
         with self._mixed.autocast():
             if not self._meets and run.global_weight // self._world.size < runs:
                 with some_absent():
@@ -190,7 +190,7 @@ class Update:
             total=weighed.total,
             weight=weighed.weight,
             last=last,
-            stop=stop,
+            wishes=wishes,
         )
 
     def _weighed(self, run: Part) -> tuple[Output, Weighed]:

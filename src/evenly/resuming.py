@@ -1,0 +1,131 @@
+"""What of a run is saved, and how a run goes on from it, on any number of processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from evenly import metrics as measured
+from evenly.checkpoint.folder import Checkpoint, load_into
+from evenly.checkpoint.plain import put_together
+from evenly.collectives import all_gather_object
+from evenly.errors import SettingError
+from evenly.permutation import VERSION as PERMUTATION
+from evenly.plan import Plan
+from evenly.training.averages import added
+from evenly.training.history import History
+
+if TYPE_CHECKING:
+    from evenly.trainer import Trainer
+
+_COMPILED = "_orig_mod."
+
+
+def state_of(trainer: Trainer, plan: Plan) -> dict[str, Any]:
+    """Everything that the rest of the run depends on, the same on every rank; a meeting of all.
+
+    What ranks hold apart (logged totals, metrics of the running epoch) is added up, so that it
+    does not matter how many there are when the run goes on.
+    """
+    assert trainer.optimizer is not None
+    metrics = trainer.train_metrics
+    return {
+        "run": {
+            "epoch": trainer.epoch,
+            "position": trainer.position,
+            "step": trainer.step,
+            "epoch_loss": trainer.epoch_loss,
+            "plan": _plan(plan),
+            "seed": trainer.seed,
+            "processes": trainer.world.size,
+            "torch": torch.__version__,
+        },
+        "model": _tensors(trainer.model),
+        "loss": {} if trainer.loss_module is None else _tensors(trainer.loss_module),
+        "optimizer": trainer.optimizer.state_dict(),
+        "scheduler": trainer.scheduler_state(),
+        "scaler": trainer.mixed.state_dict(),
+        "callbacks": [[type(one).__name__, _state(one)] for one in trainer.callbacks],
+        "averages": added(all_gather_object(trainer.averages.numbers())),
+        "metrics": measured.merged_state(metrics) if metrics else None,
+        "history": {
+            name: [
+                torch.tensor(series.steps, dtype=torch.int64),
+                torch.tensor(series.values, dtype=torch.float64),
+            ]
+            for name, series in trainer.history.items()
+        },
+    }
+
+
+def go_on(trainer: Trainer, plan: Plan, saved: Checkpoint) -> None:
+    """Put the trainer where the checkpoint was made. It is refused where the numbers would not be
+    those of the run that was saved.
+    """
+    assert trainer.optimizer is not None
+    run = saved.part("run")
+    _check_plan(run["plan"], _plan(plan), saved)
+    load_into(_tensors(trainer.model), saved.state["model"], saved.tensor)
+    if trainer.loss_module is not None:
+        load_into(_tensors(trainer.loss_module), saved.state["loss"], saved.tensor)
+    trainer.optimizer.load_state_dict(saved.part("optimizer"))
+    trainer.load_scheduler_state(saved.part("scheduler"))
+    trainer.mixed.load_state_dict(saved.part("scaler"))
+    _load_callbacks(trainer, saved)
+    trainer.epoch, trainer.position, trainer.step = run["epoch"], run["position"], run["step"]
+    trainer.epoch_loss = tuple(run["epoch_loss"])
+    trainer.history = History()
+    for name, (steps, values) in saved.part("history").items():
+        for step, value in zip(steps.tolist(), values.tolist(), strict=True):
+            trainer.history.add(name, step, value)
+    if trainer.world.rank == 0:  # added up over the ranks when they are read
+        trainer.averages.load(saved.part("averages"))
+        if trainer.train_metrics and saved.state["metrics"] is not None:
+            measured.load_local_state(trainer.train_metrics, saved.part("metrics"))
+
+
+def _plan(plan: Plan) -> dict[str, Any]:
+    return {**dataclasses.asdict(plan), "permutation": PERMUTATION}
+
+
+def _check_plan(saved: Mapping[str, Any], here: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+    for name, value in here.items():
+        if saved.get(name) != value:
+            raise SettingError(
+                f"the run in {checkpoint.path.parent} has {name}={saved.get(name)!r} and this one "
+                f"{name}={value!r}, so that its samples would not be those that are left. Set it "
+                "as it was, or start in another folder."
+            )
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The module's own tensors by name, whether it is compiled or not."""
+    found = {}
+    for name, value in module.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise SettingError(
+                f"the model's state has {name!r} of type {type(value).__name__}; a checkpoint "
+                "holds tensors. Make it a buffer."
+            )
+        found[name.replace(_COMPILED, "")] = value
+    return found
+
+
+def _state(callback: Any) -> Any:
+    return callback.state_dict() if hasattr(callback, "state_dict") else {}
+
+
+def _load_callbacks(trainer: Trainer, saved: Checkpoint) -> None:
+    """By class, in their order: a run may go on with others."""
+    waiting = [(name, state) for name, state in saved.state["callbacks"]]
+    for callback in trainer.callbacks:
+        for entry in waiting:
+            if entry[0] == type(callback).__name__:
+                waiting.remove(entry)
+                if entry[1]:
+                    callback.load_state_dict(put_together(entry[1], saved.tensor))
+                break

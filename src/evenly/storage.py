@@ -1,0 +1,118 @@
+"""Folders that are whole or not there: written beside their place, then sealed and renamed.
+
+The manifest, with the size and the SHA-256 of every file, is written last. A folder that was not
+sealed has another name; one that was damaged since does not pass `check`. Nothing here runs code
+from a file, or leaves the folder by a name in one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypedDict
+
+from evenly.errors import StorageError
+
+MANIFEST = "manifest.json"
+_PARTIAL = ".partial-"
+
+
+class Entry(TypedDict):
+    """One file, as the manifest knows it."""
+
+    bytes: int
+    sha256: str
+
+
+def partial_of(folder: Path, token: str) -> Path:
+    """Where a folder is written before it is sealed."""
+    return folder.with_name(f"{folder.name}{_PARTIAL}{token}")
+
+
+def entry_of(file: Path) -> Entry:
+    """Size and checksum of a file, which is on disk when this returns."""
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        return Entry(bytes=opened.tell(), sha256=digest)
+
+
+def seal(
+    partial: Path, folder: Path, *, kind: str, version: int, files: Mapping[str, Entry]
+) -> None:
+    """Write the manifest, then give the folder its name. An existing one is never replaced."""
+    manifest = {"kind": kind, "version": version, "files": dict(files)}
+    with (partial / MANIFEST).open("x") as file:
+        json.dump(manifest, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    sync(partial)
+    if folder.exists():
+        raise StorageError(f"{folder} exists; a finished folder is never written over.")
+    partial.rename(folder)
+    sync(folder.parent)
+
+
+def check(folder: Path, *, kind: str, version: int) -> dict[str, Entry]:
+    """The files of a sealed folder, after comparing each with the manifest."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        files: dict[str, Entry] = dict(manifest["files"])
+        found = (manifest["kind"], manifest["version"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StorageError(f"{folder} has no readable manifest ({error!r}).") from None
+    if found[0] != kind:
+        raise StorageError(f"{folder} holds {found[0]!r} and not {kind!r}.")
+    if found[1] != version:
+        raise StorageError(
+            f"{folder} has version {found[1]!r} of its format and this Evenly reads {version}. "
+            "Read it with the version that wrote it."
+        )
+    for name, expected in files.items():
+        _check_file(folder, name, expected)
+    return files
+
+
+def _check_file(folder: Path, name: Any, expected: Any) -> None:
+    if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+        raise StorageError(f"{folder} names a file {name!r}, which is not one inside it.")
+    file = folder / name
+    if file.is_symlink() or not file.is_file():
+        raise StorageError(f"{file} is missing, or not a plain file.")
+    try:
+        same = entry_of(file) == expected
+    except OSError as error:
+        raise StorageError(f"{file} cannot be read: {error}") from None
+    if not same:
+        raise StorageError(f"{file} is not what was written: its size or checksum differs.")
+
+
+def remove(folder: Path) -> None:
+    """Take a folder away in one go, so that a half-removed one is not taken for a whole one."""
+    doomed = folder.with_name(f"{folder.name}{_PARTIAL}removed")
+    with contextlib.suppress(FileNotFoundError):
+        if _PARTIAL not in folder.name:
+            shutil.rmtree(doomed, ignore_errors=True)
+            folder.rename(doomed)
+            folder = doomed
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def clean(parent: Path) -> None:
+    """Remove what killed runs left unfinished."""
+    for folder in parent.glob(f"*{_PARTIAL}*"):
+        remove(folder)
+
+
+def sync(folder: Path) -> None:
+    """Make the names in a folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

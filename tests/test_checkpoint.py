@@ -9,8 +9,10 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -365,3 +367,86 @@ def test_a_killed_rank_restarts_the_group_from_the_last_checkpoint(tmp_path: Pat
 
     found, expected = torch.load(result, weights_only=True), run_ranks(plain, 1)[0]
     assert max(float((found[n] - expected[n]).abs().max()) for n in expected) <= 1e-12
+
+
+STOPPING = """
+import sys, torch, time, os
+sys.path.insert(0, {tests!r})
+import evenly
+from trainings import digits, made, outcome
+
+class Slow(evenly.callbacks.Callback):
+    ranks = "every"
+    def on_step_end(self, trainer):
+        time.sleep(0.02)
+        if trainer.step == 5:
+            open({folder!r} + f"/pid-{{trainer.world.rank}}", "w").write(str(os.getpid()))
+
+trainer = made(folder={folder!r} + "/run", save_every=1000, callbacks=[Slow()])
+trainer.fit(digits(), epochs=int(sys.argv[1]), resume="auto")
+if trainer.world.rank == 0:
+    torch.save((trainer.step, outcome(trainer)["weights"]), {result!r})
+"""
+
+
+def begun(tmp_path: Path, *command: str) -> tuple[Path, subprocess.Popen[str]]:
+    """A training that goes on for long, after its fifth step."""
+    script = tmp_path / "train.py"
+    values = {"tests": str(Path(__file__).parent), "folder": str(tmp_path)}
+    script.write_text(STOPPING.format(**values, result=str(tmp_path / "result.pt")))
+    started = subprocess.Popen(
+        [sys.executable, *command, str(script), "1000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 90
+    while not (tmp_path / "pid-0").exists() and started.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return script, started
+
+
+@pytest.mark.parametrize("way", ["alone", "launcher"])
+def test_a_request_to_stop_saves_and_exits_with_a_code_for_schedulers(
+    tmp_path: Path, way: str
+) -> None:
+    launcher = ["-m", "evenly", "run", "-n", "2", "--restarts", "2"] if way == "launcher" else []
+    script, started = begun(tmp_path, *launcher)
+    started.send_signal(signal.SIGTERM)
+    _, errors = started.communicate(timeout=60)
+    assert started.returncode == 75, errors
+    assert "stopped as asked at step" in errors
+    (path,) = CheckpointFolder(tmp_path / "run" / "checkpoints", keep=None).all()
+    stopped = int(path.name.partition("-")[2])
+    assert stopped < 1000
+
+    command = [sys.executable, *launcher, str(script), "3"]
+    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    steps, found = torch.load(tmp_path / "result.pt", weights_only=True)
+
+    def plain() -> Any:
+        trainer = made()
+        trainer.fit(digits(), steps=steps)
+        return outcome(trainer)["weights"]
+
+    expected = run_ranks(plain, 1)[0]
+    assert max(float((found[n] - expected[n]).abs().max()) for n in expected) <= 1e-12
+
+
+def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
+    _, started = begun(tmp_path)
+    os.kill(started.pid, signal.SIGSTOP)
+    os.kill(started.pid, signal.SIGTERM)
+    os.kill(started.pid, signal.SIGUSR1)
+    os.kill(started.pid, signal.SIGCONT)
+    started.communicate(timeout=30)
+    assert started.returncode in (-signal.SIGTERM, -signal.SIGUSR1)
+
+
+def test_a_signal_without_checkpoints_ends_the_run_as_ever(world: evenly.World) -> None:
+    class Ask(Callback):
+        def on_step_end(self, trainer: evenly.Trainer) -> None:
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+    made(callbacks=[Ask()]).fit(digits(), steps=2)

@@ -28,7 +28,7 @@ LAYERS = [
     },
     {"store", "board", "devices", "packing", "objective"},
     {"world"},
-    {"turn", "meeting", "collectives", "parcel", "together"},
+    {"turn", "meeting", "collectives", "parcel", "together", "stopping"},
     {"fetching", "copying", "part", "loader", "stepping", "layers", "data", "matching", "replica"},
     {"metrics", "prediction", "training", "checkpoint"},
     {"evaluation"},

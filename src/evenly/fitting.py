@@ -11,6 +11,7 @@ from evenly.collectives import any_rank
 from evenly.loader import Loader
 from evenly.part import Part
 from evenly.seeding import StepStreams
+from evenly.stopping import StopRequests
 from evenly.training.averages import gathered
 from evenly.training.carrier import Wishes
 from evenly.training.every import Every
@@ -34,11 +35,13 @@ class Fit:
         validate: Mapping[str, Loader],
         validate_every: Every,
         save_every: Every,
+        requests: StopRequests | None,
     ) -> None:
         self._trainer, self._update, self._schedule = trainer, update, schedule
         self._hooks, self._world = trainer.hooks, trainer.world
         self._train, self._validate, self._validate_every = train, validate, validate_every
         self._save_every = save_every
+        self._requests = requests
         self._saved = trainer.step
         self._save_due = False
         self._clock = time.monotonic()
@@ -111,7 +114,10 @@ class Fit:
     def _wishes(self) -> Wishes:
         seconds = self._save_every.seconds
         due = seconds > 0 and self._world.rank == 0 and time.monotonic() - self._clock >= seconds
-        return Wishes(self._trainer.stop_wanted, due)
+        return Wishes(self._wants_stop(), due)
+
+    def _wants_stop(self) -> bool:
+        return self._trainer.stop_wanted or bool(self._requests and self._requests.asked)
 
     def _save(self) -> None:
         """A checkpoint, unless this very step has one."""
@@ -147,7 +153,7 @@ class Fit:
 
     def _agree_to_stop(self) -> None:
         """Between steps nothing travels with gradients, so the ranks ask each other."""
-        if any_rank(self._trainer.stop_wanted):
+        if any_rank(self._wants_stop()):
             self._trainer.stopped = True
 
     def _end_of_epoch(self) -> None:

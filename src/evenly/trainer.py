@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from evenly import metrics as measured
 from evenly.callbacks.base import Hooks
 from evenly.callbacks.progress import Progress
 from evenly.checkpoint import CheckpointFolder
+from evenly.collectives import any_rank, barrier
 from evenly.errors import EvenlyWarning, SettingError
 from evenly.evaluation import check_predictions, evaluate, flat
 from evenly.fetching import Collate
@@ -36,6 +38,7 @@ from evenly.prediction.memory import Keep
 from evenly.replica import check_trainable
 from evenly.resuming import go_on, state_of
 from evenly.seeding import seed_streams, streams_kept
+from evenly.stopping import EXIT_CODE, StopRequests
 from evenly.together import together
 from evenly.training.averages import Averages
 from evenly.training.every import Every, every
@@ -49,6 +52,8 @@ from evenly.training.update import Update, UpdateSettings
 from evenly.training.verdict import Nonfinite, Verdict
 from evenly.tree import leaves
 from evenly.world import World, join_world
+
+NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class Trainer:
@@ -247,8 +252,9 @@ class Trainer:
         ``validate_every`` is a number of steps, "epoch" or "3 epochs". A second `fit` goes on
         where the first ended. ``resume="auto"`` goes on from the newest whole checkpoint in the
         Trainer's folder, on any number of processes, or starts where there is none; without it a
-        folder with checkpoints of another run is refused. A meeting of all ranks; an error on one
-        of them ends it on all.
+        folder with checkpoints of another run is refused. With a folder, SIGTERM or SIGUSR1 lets
+        all ranks save at the same step and exit with code 75. A meeting of all ranks; an error on
+        one of them ends it on all.
         """
         if self.optimizer is None:
             raise SettingError("there is no optimizer to train with; give the Trainer one.")
@@ -279,6 +285,8 @@ class Trainer:
             watch=self._watch,
             on_gradients=self._on_gradients if self.hooks.has("on_gradients") else None,
         )
+        # Without checkpoints there is nothing to save before the end, so a signal ends the run.
+        requests = StopRequests(self.world) if self.checkpoints is not None else None
         run = Fit(
             self,
             update,
@@ -287,9 +295,10 @@ class Trainer:
             validate=stages,
             validate_every=often,
             save_every=self._save_every if self.checkpoints is not None else Every(),
+            requests=requests,
         )
         self.stop_wanted = self.stopped = False
-        with self._guarded([loader, *stages.values()]), streams_kept():
+        with self._guarded([loader, *stages.values()]), streams_kept(), requests or NOTHING:
             try:
                 for module in self._trained():
                     if not module.training:  # else parts of it are in eval mode on purpose
@@ -299,6 +308,8 @@ class Trainer:
             finally:
                 self.part = None
                 update.close()
+        if requests is not None and self.stopped and any_rank(bool(requests.asked)):
+            self._exit(requests)
         return self.history
 
     def validate(self, data: Any) -> dict[str, Any]:
@@ -475,6 +486,14 @@ class Trainer:
         """The model, and the loss if it is a module."""
         modules = [self.model, self._recipe.module]
         return nn.ModuleList([module for module in modules if module is not None])
+
+    def _exit(self, requests: StopRequests) -> NoReturn:
+        """The run was asked to stop, and has saved."""
+        if self.world.rank == 0:
+            requests.saved()
+            sys.stderr.write(f"evenly: stopped as asked at step {self.step}, and saved.\n")
+        barrier()  # nobody ends before the launcher can know why
+        raise SystemExit(EXIT_CODE)
 
     def _resume(self, resume: str | None, plan: Plan) -> None:
         if resume not in (None, "auto"):

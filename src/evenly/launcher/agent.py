@@ -31,6 +31,7 @@ from evenly.launcher.rendezvous import Rendezvous
 from evenly.launcher.settings import Settings
 from evenly.launcher.signals import Signals, kill_groups
 from evenly.launcher.surroundings import SIGNALS_VARIABLE, Surroundings
+from evenly.stopping import EXIT_CODE, STOPPED_KEY
 from evenly.variables import variable_set
 
 # How long a worker may take to end after a signal before it is killed.
@@ -69,13 +70,31 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._signals.check()
         codes = self._exit_codes(worker_group)
-        if any(codes.values()):
+        if self._stopped_as_asked(codes):
+            if None in codes.values():
+                return RunResult(state=WorkerState.HEALTHY)  # the others are about to end, too
+            self._remaining_restarts = 0
+            self.exit_code = EXIT_CODE
+            say(f"the run has stopped as asked, and saved (exit code {EXIT_CODE}).")
+        elif any(codes.values()):
             self._fail(worker_group)
         elif None in codes.values():
             return RunResult(state=WorkerState.HEALTHY)
         # All have ended, so torch only counts: its own way of ending workers takes 30 seconds.
         result: RunResult = super()._monitor_workers(worker_group)
         return result
+
+    def _stopped_as_asked(self, codes: dict[int, int | None]) -> bool:
+        """Whether the ranks that have ended say that they saved because of a request to stop.
+        They say so in the store: a program may exit with that code for reasons of its own.
+        """
+        if not {EXIT_CODE} <= set(codes.values()) <= {EXIT_CODE, None}:
+            return False
+        if self._signals.meeting is None:
+            return False
+        with suppress(RuntimeError):
+            return bool(self._signals.meeting.connect().check([STOPPED_KEY]))
+        return False
 
     def _exit_barrier(self) -> None:
         self._signals.workers = ()  # they have ended; only other machines are waited for

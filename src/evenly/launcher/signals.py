@@ -23,9 +23,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from evenly.launcher.rendezvous import Meeting
-
-STOP_KEY = "evenly/stop"
-LISTENERS_KEY = "evenly/stop/listeners"
+from evenly.stopping import LISTENERS_KEY, STOP_KEY
 
 _END = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _REQUEST = (signal.SIGTERM, signal.SIGUSR1)

@@ -194,6 +194,71 @@ def test_early_stopping_without_its_number_says_what_there_is(world: evenly.Worl
         EarlyStopping(mode="down")  # type: ignore[arg-type]
 
 
+def test_the_best_weights_can_be_put_back() -> None:
+    def program() -> tuple[float, float]:
+        stopping = EarlyStopping(patience=2, restore_best=True)
+        trainer = made(callbacks=[stopping], batch_size=30)
+        trainer.fit(noise(), noise(50), epochs=100)
+        return stopping.best, trainer.test(noise(50))["loss"]
+
+    for best, found in run_ranks(program, 2):
+        assert found == pytest.approx(best, rel=1e-12)
+
+
+def test_a_misspelled_hook_is_noticed(world: evenly.World) -> None:
+    class Late(Callback):
+        def on_epoch_ended(self, trainer: evenly.Trainer) -> None: ...
+
+    with pytest.raises(SettingError, match="on_epoch_ended, which nobody calls"):
+        made(callbacks=[Late()])
+
+
+def test_what_callbacks_draw_is_the_same_on_all_ranks() -> None:
+    class Noise(Callback):
+        ranks = "every"
+
+        def on_epoch_start(self, trainer: evenly.Trainer) -> None:
+            nn.init.normal_(trainer.model[2].weight)  # type: ignore[index]
+
+        def on_gradients(self, trainer: evenly.Trainer) -> None:
+            for parameter in trainer.model.parameters():
+                assert parameter.grad is not None
+                parameter.grad += 0.01 * torch.randn_like(parameter)
+
+    def program() -> dict[str, Tensor]:
+        trainer = made(callbacks=[Noise()])
+        trainer.fit(digits(), epochs=2)
+        weights: dict[str, Tensor] = outcome(trainer)["weights"]
+        return weights
+
+    one = run_ranks(program, 1)[0]
+    for rank in run_ranks(program, 3):
+        assert max(float((rank[n] - one[n]).abs().max()) for n in one) <= 1e-12
+
+
+def test_weights_that_come_apart_are_noticed_at_the_end_of_the_epoch() -> None:
+    class Apart(Callback):
+        ranks = "every"
+
+        def on_step_end(self, trainer: evenly.Trainer) -> None:
+            if trainer.step == 5 and trainer.world.rank == 1:
+                with torch.no_grad():
+                    trainer.model[2].bias += 1e-9  # type: ignore[index]
+
+    def program(callbacks: list[Any]) -> list[str]:
+        import warnings
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            made(callbacks=callbacks).fit(digits(), epochs=1)
+        return [str(one.message) for one in caught]
+
+    assert run_ranks(program, 2, []) == [[], []]
+    (text,), nothing = run_ranks(program, 2, [Apart()])
+    assert "the ranks hold different weights" in text
+    assert nothing == []
+
+
 def test_the_learning_rate_of_each_step_is_noted(world: evenly.World) -> None:
     from torch.optim.lr_scheduler import LambdaLR
 

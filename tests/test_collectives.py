@@ -241,3 +241,14 @@ def test_a_gather_with_gradients_gives_the_single_process_gradient(counts: list[
     for gradients in run_ranks(contrastive_gradient, 3, counts):
         for one, other in zip(alone, gradients, strict=True):
             torch.testing.assert_close(other, one, rtol=0, atol=1e-14)
+
+
+def gather_a_column() -> list[float]:
+    with evenly.open_world() as world:
+        rows = torch.arange(4.0).reshape(1, 4) + world.rank
+        joined: list[float] = evenly.all_gather(rows[:, 1]).tolist()
+        return joined
+
+
+def test_a_single_value_cut_from_a_row_can_travel() -> None:
+    assert run_ranks(gather_a_column, 2) == [[1.0, 2.0]] * 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -489,6 +489,72 @@ def test_closing_a_trainer_twice_or_one_of_two_does_not_close_the_others_world()
         return len(second.predict(digits(length=5)))
 
     assert run_ranks(program, 2) == [5, 5]
+
+
+@pytest.mark.parametrize("name", ["epochs", "steps", "validate_every"])
+def test_ranks_that_are_asked_for_different_things_say_so(name: str) -> None:
+    def program() -> None:
+        trainer = made()
+        options: dict[str, Any] = {"epochs": 2, name: 2 + trainer.world.rank}
+        trainer.fit(digits(), digits(length=9), **options)
+
+    with pytest.raises(evenly.errors.DisagreementError, match="what fit"):
+        run_ranks(program, 3)
+
+
+def test_metrics_see_every_batch_also_one_whose_first_sample_has_nothing() -> None:
+    """As in detection: a list with a dict for each image, some without any box."""
+
+    class Boxes:
+        synced: ClassVar = {"images": "sum", "boxes": "sum"}
+
+        def __init__(self) -> None:
+            self.reset()
+
+        def reset(self) -> None:
+            self.images = self.boxes = 0
+
+        def update(self, predictions: list[dict[str, Tensor]], target: Any) -> None:
+            self.images += len(predictions)
+            self.boxes += sum(len(one["boxes"]) for one in predictions)
+
+        def compute(self) -> dict[str, int]:
+            return {"images": self.images, "boxes": self.boxes}
+
+    def program() -> dict[str, Any]:
+        def step(model: nn.Module, batch: Any) -> evenly.Output:
+            found = [{"boxes": torch.zeros(int(label), 4)} for label in batch[1]]
+            return evenly.Output(
+                loss=F.cross_entropy(model(batch[0]), batch[1]), predictions=found, target=None
+            )
+
+        return made(loss=None, step=step, metrics={"found": Boxes()}, batch_size=8).test(
+            digits(length=37)
+        )
+
+    boxes = int(digits(length=37).tensors[1].sum())
+    for count in (1, 3):
+        for rank in run_ranks(program, count):
+            assert (rank["found/images"], rank["found/boxes"]) == (37, boxes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": torch.optim.SGD}, "give a function of the model that makes one"),
+        ({"optimizer": "sgd"}, "give a function of the model that makes one"),
+        ({"scheduler": "cosine"}, "give a function of the optimizer that makes one"),
+        ({"loss": nn.CrossEntropyLoss}, r"is a class; give CrossEntropyLoss\(\)"),
+        ({"metrics": {"a": MulticlassAccuracy}}, "'a' is a class; give MulticlassAccuracy"),
+        ({"callbacks": None}, "give a list of callbacks"),
+        ({"save_every": "often"}, "does not say how often"),
+    ],
+)
+def test_a_class_or_a_name_in_the_place_of_an_object_says_what_to_give(
+    world: evenly.World, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SettingError, match=message):
+        made(**options).fit(digits(), epochs=1)
 
 
 def test_a_device_that_contradicts_the_open_world_is_refused(world: evenly.World) -> None:

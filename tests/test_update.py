@@ -155,6 +155,40 @@ def test_frozen_tied_and_thawed_parameters_train_as_on_one_process() -> None:
     assert everywhere(program, (2,)) <= 1e-12
 
 
+@pytest.mark.parametrize("hook", ["on_epoch_start", "on_step_start"])
+def test_parameters_may_be_thawed_and_frozen_in_any_hook(hook: str) -> None:
+    def program() -> Numbers:
+        class Thaw(evenly.callbacks.Callback):
+            ranks = "every"
+
+        def toggle(self: Any, trainer: evenly.Trainer) -> None:
+            trainer.model[0].requires_grad_(trainer.epoch == 1)  # type: ignore[index]
+
+        setattr(Thaw, hook, toggle)
+        model = network()
+        model[0].requires_grad_(False)  # type: ignore[index]
+        trainer = made(model=model, callbacks=[Thaw()])
+        trainer.fit(digits(), epochs=3)
+        return outcome(trainer)
+
+    one = run_ranks(program, 1)[0]
+    # Plain torch, by hand: only the second epoch trains the first layer.
+    model = network()
+    optimizer = sgd(model)
+    with evenly.open_world():
+        loader = evenly.Loader(digits(), batch_size=64, shuffle=True)
+        for epoch in range(3):
+            model[0].requires_grad_(epoch == 1)  # type: ignore[index]
+            for part in loader.epoch(epoch):
+                x, y = part.data
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+    assert weights_gap(one["weights"], model.state_dict()) <= 1e-12
+    for rank in run_ranks(program, 2):
+        assert difference(rank, one) <= 1e-12
+
+
 def test_a_loss_module_with_parameters_of_its_own_is_trained_with_the_model() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -538,6 +572,37 @@ def test_the_check_changes_no_number_and_lets_pass_what_takes_no_part_of_a_batch
 
     checked, unchecked = (run_ranks(program, 2, way)[0] for way in (True, False))
     assert difference(checked, unchecked) == 0
+
+
+def test_losses_near_zero_or_with_random_numbers_raise_no_false_alarm() -> None:
+    def program(kind: str) -> int:
+        def balanced(scores: Tensor, target: Tensor) -> Tensor:
+            """As the first step of a policy gradient: large numbers of both signs."""
+            logs = scores.log_softmax(1)
+            advantage = torch.linspace(-1, 1, len(target), dtype=scores.dtype) * 100
+            ratio = (logs - logs.detach()).exp().mean(1)
+            return -(ratio * (advantage - advantage.mean())).mean()
+
+        def noisy(scores: Tensor, target: Tensor) -> Tensor:
+            return F.cross_entropy(scores + torch.randn_like(scores), target)
+
+        trainer = made(loss=balanced if kind == "balanced" else noisy)
+        trainer.fit(digits(), steps=2)
+        return trainer.step
+
+    for kind in ("balanced", "noisy"):
+        assert run_ranks(program, 2, kind) == [2, 2]
+
+
+def test_predictions_and_targets_that_pair_up_all_samples_are_refused() -> None:
+    def program() -> None:
+        model = nn.Linear(64, 1).double()
+        data = TensorDataset(digits().tensors[0], digits().tensors[1].double())
+        made(model=model, loss=nn.MSELoss()).fit(data, steps=2)
+
+    for count in (1, 2):
+        with pytest.raises(LossError, match="each sample is compared with all others"):
+            run_ranks(program, count)
 
 
 # A model, an optimizer or a rank that cannot be trained with.

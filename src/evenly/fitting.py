@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from evenly.collectives import any_rank
 from evenly.loader import Loader
+from evenly.matching import compare_weights
 from evenly.part import Part
 from evenly.seeding import StepStreams
 from evenly.stopping import StopRequests
@@ -36,6 +37,7 @@ class Fit:
         validate_every: Every,
         save_every: Every,
         requests: StopRequests | None,
+        streams: StepStreams,
     ) -> None:
         self._trainer, self._update, self._schedule = trainer, update, schedule
         self._hooks, self._world = trainer.hooks, trainer.world
@@ -48,7 +50,7 @@ class Fit:
         # On a GPU a step's news are read after the next one was launched, so nobody waits.
         self._late = int(self._world.device.type == "cuda")
         self._pending: deque[tuple[int, Outcome]] = deque()
-        self._streams = StepStreams(trainer.seed, self._world.rank)
+        self._streams = streams
         self._first = True  # of the epoch
         self._validated: dict[str, Any] = {}
         self._step_hooks = [self._hooks.has(name) for name in ("on_step_start", "on_step_end")]
@@ -67,10 +69,11 @@ class Fit:
 
     def _epoch(self) -> None:
         trainer = self._trainer
-        self._update.refresh()
         self._first = True
         self._validated = {}
+        self._streams.seed_alike(trainer.epoch)
         self._hooks.call("on_epoch_start", trainer)
+        self._update.refresh()  # that may have frozen or thawed parameters
         # The ranks' positions are equal by the way they came about, and steps carry a tag.
         parts = self._train.epoch(trainer.epoch, start=trainer.position, compare=False)
         while not self._done():
@@ -95,6 +98,7 @@ class Fit:
         trainer.part = part
         if self._step_hooks[0]:
             self._hooks.call("on_step_start", trainer)
+            self._update.refresh()
         if self._first:
             self._streams.watch(part.epoch, part.step)
         else:
@@ -162,6 +166,7 @@ class Fit:
         total, weight = trainer.epoch_loss
         values: dict[str, Any] = {"loss": total / weight} if weight else {}
         values.update(gathered(trainer.averages))
+        compare_weights(trainer.model, trainer.epoch)
         values.update(trainer.computed_train_metrics())
         values = {f"train/{name}": value for name, value in values.items()}
         trainer.epoch_loss = (0.0, 0.0)
@@ -172,6 +177,7 @@ class Fit:
         if self._validate_every.after_epoch(trainer.epoch):
             self._evaluate()
         self._schedule.after_epoch(values)
+        self._streams.seed_alike(trainer.epoch)
         self._hooks.call("on_epoch_end", trainer, {**values, **self._validated})
         if self._save_every.after_epoch(trainer.epoch):
             self._save()

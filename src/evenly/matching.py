@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
-from evenly.collectives import all_gather_object, broadcast
+from evenly.collectives import all_gather_object, all_reduce, broadcast
 from evenly.errors import DisagreementError, EvenlyWarning, SettingError
 from evenly.layers import SyncBatchNorm
 from evenly.wording import some
@@ -29,6 +29,33 @@ def match(*models: nn.Module) -> None:
             state = _state(model)
             for name, value in broadcast(state).items():
                 state[name].copy_(value)
+
+
+def compare_weights(model: nn.Module, epoch: int) -> None:
+    """Warn where the ranks' weights have come apart, which DDP never notices; a meeting of all.
+
+    One small collective, unless they have. Updates are the same on all ranks to the bit, so what
+    differs came from something that one rank did in another way.
+    """
+    if current_world().size == 1:
+        return
+    bits = [_bits(p) for p in model.parameters() if p.requires_grad]
+    # Two numbers that are exact in float64; the largest of both signs shows any difference.
+    own = float(torch.stack([b.cpu() for b in bits]).sum() & (2**52 - 1)) if bits else 0.0
+    both = all_reduce(torch.tensor([own, -own], dtype=torch.float64), "max", check=False)
+    if float(both[0]) == -float(both[1]):
+        return
+    ranks = all_gather_object([_mark(name, p) for name, p in model.named_parameters()])
+    columns = zip(*ranks, strict=True)
+    apart = [first[0] for first, *others in columns if any(o[3] != first[3] for o in others)]
+    if current_world().rank == 0 and apart:
+        warnings.warn(
+            f"after epoch {epoch} the ranks hold different weights ({some(apart)}). A callback, "
+            "the optimizer or its settings do something that differs between ranks; from here on "
+            "the numbers are those of neither. Let all ranks do the same.",
+            EvenlyWarning,
+            stacklevel=2,
+        )
 
 
 def match_buffers(model: nn.Module) -> None:
@@ -104,7 +131,10 @@ def _state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _mark(name: str, tensor: torch.Tensor) -> tuple[str, str, str, int]:
     """Name, type, shape and a sum over the bits: one number per tensor leaves the device."""
+    return name, str(tensor.dtype), str(tuple(tensor.shape)), int(_bits(tensor))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach().contiguous().reshape(-1)
     plain = torch.view_as_real(plain) if plain.is_complex() else plain
-    bits = plain.view(_WHOLE[plain.element_size()]).sum(dtype=torch.int64)
-    return name, str(tensor.dtype), str(tuple(tensor.shape)), int(bits)
+    return plain.view(_WHOLE[plain.element_size()]).sum(dtype=torch.int64)

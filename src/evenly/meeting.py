@@ -19,8 +19,8 @@ def meeting(what: str) -> Iterator[None]:
     world = current_world()
     if world.in_turn:
         raise WorldError(
-            f"{what} inside on_rank() would wait for ranks that wait for this section to end. "
-            "Do it before or after."
+            f"{what} inside on_rank() or a callback with ranks = 'one' would wait for ranks that "
+            "wait for it to end. Do it before or after, or on all ranks (ranks = 'every')."
         )
     if world.absent:
         raise WorldError(f"{what} would wait for ever: {world.absent}")

@@ -23,11 +23,18 @@ def pack(tensors: Sequence[Tensor], total: int) -> Tensor:
     buffer[: 8 * len(tensors)] = lengths.view(torch.uint8).to(device)
     start = _head(tensors)
     for tensor in tensors:
-        plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        values = plain.reshape(-1).view(torch.uint8)
+        values = as_bytes(tensor)
         buffer[start : start + values.numel()] = values
         start += _aligned(values.numel())
     return buffer
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The values of a tensor as a run of bytes, copied only where they do not lie in one."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if plain.stride(0) != 1:  # a single value cut from a row counts as contiguous all the same
+        plain = torch.empty_like(plain, memory_format=torch.contiguous_format).copy_(plain)
+    return plain.view(torch.uint8)
 
 
 def unpack(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from evenly.errors import SettingError
 from evenly.meeting import Group, meeting, size_of, wire_for
+from evenly.packing import as_bytes
 from evenly.world import current_world
 
 T = TypeVar("T")
@@ -81,11 +82,10 @@ class _Parcel(pickle.Pickler):
         if not isinstance(value, Tensor):
             return None
         if id(value) not in self._places:
-            plain = value.detach().resolve_conj().resolve_neg().contiguous()
-            on_cpu = plain.device.type == "cpu"
-            self._places[id(value)] = (plain.dtype, tuple(plain.shape), self.size, on_cpu)
-            self._tensors.append(plain.reshape(-1).view(torch.uint8))
-            self.size += _aligned(plain.numel() * plain.element_size())
+            on_cpu = value.device.type == "cpu"
+            self._places[id(value)] = (value.dtype, tuple(value.shape), self.size, on_cpu)
+            self._tensors.append(as_bytes(value))
+            self.size += _aligned(self._tensors[-1].numel())
         return self._places[id(value)]
 
     def bytes(self, total: int, wire: torch.device) -> Tensor:

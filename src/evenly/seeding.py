@@ -188,21 +188,20 @@ class StepStreams:
     """
 
     def __init__(self, seed: int, rank: int) -> None:
-        self._base = key("steps", seed, rank)
+        self._base, self._shared = key("steps", seed, rank), key("steps", seed)
         self._torch, *self._others = GLOBAL_STREAMS
         self._drawn: list[GlobalStream] = []
         self._states: dict[GlobalStream, Any] = {}
 
     def seed(self, epoch: int, step: int) -> None:
-        bits = self._key(epoch, step)
+        bits = self._mixed(self._base, epoch, step)
         self._torch.seed(bits)
         _seed_gpu(bits)
         for stream in self._drawn:
             stream.seed(bits)
 
-    def _key(self, epoch: int, step: int) -> int:
+    def _mixed(self, mixed: int, epoch: int, step: int) -> int:
         """The finaliser of splitmix64 over both numbers: a tenth of the time of `key`."""
-        mixed = self._base
         for number in (epoch, step):
             mixed = (mixed + (number + 1) * 0x9E3779B97F4A7C15) & _WORD
             mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
@@ -210,11 +209,19 @@ class StepStreams:
             mixed ^= mixed >> 31
         return mixed
 
+    def seed_alike(self, epoch: int, step: int = -1) -> None:
+        """Seed torch's generators the same on every rank: for what all must do alike, such as
+        callbacks that change weights and optimizers that draw.
+        """
+        bits = self._mixed(self._shared, epoch, step)
+        self._torch.seed(bits)
+        _seed_gpu(bits)
+
     def watch(self, epoch: int, step: int) -> None:
         """Seed all of them, to see afterwards which were drawn from."""
         self.seed(epoch, step)
         for stream in self._others:
-            stream.seed(self._key(epoch, step))
+            stream.seed(self._mixed(self._base, epoch, step))
         self._states = {stream: stream.state() for stream in self._others}
 
     def look(self) -> None:

@@ -19,7 +19,7 @@ from evenly import metrics as measured
 from evenly.callbacks.base import Hooks
 from evenly.callbacks.progress import Progress
 from evenly.checkpoint import CheckpointFolder
-from evenly.collectives import any_rank, barrier
+from evenly.collectives import agree, any_rank, barrier
 from evenly.errors import EvenlyWarning, SettingError
 from evenly.evaluation import check_predictions, evaluate, flat
 from evenly.fetching import Collate
@@ -37,7 +37,7 @@ from evenly.prediction.layout import Format
 from evenly.prediction.memory import Keep
 from evenly.replica import check_trainable
 from evenly.resuming import go_on, state_of
-from evenly.seeding import seed_streams, streams_kept
+from evenly.seeding import StepStreams, seed_streams, streams_kept
 from evenly.stopping import EXIT_CODE, StopRequests
 from evenly.together import together
 from evenly.training.averages import Averages
@@ -176,6 +176,8 @@ class Trainer:
         )
         self._metrics = self._accepted(metrics or {})
         self.train_metrics = self._accepted(train_metrics or {})
+        if not isinstance(callbacks, Sequence):
+            raise SettingError(f"callbacks={callbacks!r}: give a list of callbacks.")
         self.callbacks = [*callbacks, *([Progress()] if progress else [])]
         self.hooks = Hooks(self.callbacks, self.world)
         self.model = self.evaluated = _made(model, seed)
@@ -197,6 +199,8 @@ class Trainer:
         self.epoch_loss = (0.0, 0.0)
         self.stages: list[str] = []
         self._stage_metrics: dict[str, Any] = {}
+        # Which samples the training metrics have seen; not known of an epoch that was resumed.
+        self._train_positions: list[Tensor] | None = []
         self._update: Update | None = None
         self._told = self._closed = False
         self.stop_wanted = self.stopped = False
@@ -264,7 +268,19 @@ class Trainer:
         sets = _stages(validate, "validation")
         stages = {name: self._loader(data, whole=True) for name, data in sets.items()}
         self.stages = list(stages)
+        if "train" in stages:
+            raise SettingError("a validation set named 'train' would hide training; rename it.")
         often = every("validate_every", validate_every)
+        agree(
+            {
+                "fit(epochs, steps)": (epochs, steps),
+                "validate": [self.stages, often],
+                "settings": self._settings,
+                "save_every": self._save_every,
+                "position": (self.epoch, self.position, self.step),
+            },
+            "what fit() was asked for",
+        )
         if self._schedule is None:
             self._schedule = Schedule(
                 self._scheduler,
@@ -274,6 +290,7 @@ class Trainer:
                 **self._scheduling,
             )
         self._resume(resume, loader.plan)
+        streams = StepStreams(self.seed, self.world.rank)
         self._update = update = Update(
             self.model,
             self._recipe,
@@ -283,6 +300,7 @@ class Trainer:
             mixed=self.mixed,
             verdict=self._verdict,
             watch=self._watch,
+            before_update=lambda part: streams.seed_alike(part.epoch, part.step),
             on_gradients=self._on_gradients if self.hooks.has("on_gradients") else None,
         )
         # Without checkpoints there is nothing to save before the end, so a signal ends the run.
@@ -296,6 +314,7 @@ class Trainer:
             validate_every=often,
             save_every=self._save_every if self.checkpoints is not None else Every(),
             requests=requests,
+            streams=streams,
         )
         self.stop_wanted = self.stopped = False
         with self._guarded([loader, *stages.values()]), streams_kept(), requests or NOTHING:
@@ -308,6 +327,7 @@ class Trainer:
             finally:
                 self.part = None
                 update.close()
+            match_buffers(self.model)
         if requests is not None and self.stopped and any_rank(bool(requests.asked)):
             self._exit(requests)
         return self.history
@@ -449,7 +469,11 @@ class Trainer:
         """The training metrics of the epoch, which then start again; a meeting of all ranks."""
         if not self.train_metrics:
             return {}
-        values = flat(measured.compute(self.train_metrics))
+        positions = None
+        if self._train_positions is not None:
+            positions = torch.cat([torch.empty(0, dtype=torch.int64), *self._train_positions])
+        values = flat(measured.compute(self.train_metrics, positions=positions))
+        self._train_positions = []
         for metric in leaves(self.train_metrics):
             metric.reset()
         return values
@@ -469,6 +493,8 @@ class Trainer:
             check_predictions(output)
             with torch.no_grad():
                 measured.update(self.train_metrics, output.predictions, output.target)
+            if self._train_positions is not None:
+                self._train_positions.append(part.indices)
 
     def _meets(self) -> bool:
         """Whether ranks meet in the user's code in evaluation. SyncBatchNorm meets in training."""
@@ -516,6 +542,8 @@ class Trainer:
             )
         together(lambda: go_on(self, plan, saved))
         self._epoch_length = plan.steps
+        if self.position:
+            self._train_positions = None
 
     def _check_position(self, length: int) -> None:
         """A run that stands within an epoch can only go on with an epoch of the same length."""
@@ -564,6 +592,9 @@ class Trainer:
             )
         if "loss" in metrics:
             raise SettingError("a metric named 'loss' would hide the loss; give it another name.")
+        for name, metric in metrics.items():
+            if isinstance(metric, type):
+                raise SettingError(f"the metric {name!r} is a class; give {metric.__name__}(...).")
         find_holders(metrics, several=self.world.size > 1)
         return measured.copies(metrics, device=self.world.device)
 
@@ -571,6 +602,11 @@ class Trainer:
         if given is None:
             return None
         check_trainable(self.model)
+        if isinstance(given, type) or not (callable(given) or isinstance(given, Optimizer)):
+            raise SettingError(
+                f"optimizer={given!r}: give a function of the model that makes one: "
+                "lambda model: torch.optim.SGD(model.parameters(), lr=0.1)."
+            )
         made = given if isinstance(given, Optimizer) else given(self.model)
         if isinstance(made, torch.optim.LBFGS):
             raise SettingError(

@@ -32,6 +32,7 @@ from evenly.errors import (
     SettingError,
     WorldError,
 )
+from evenly.lines import Lines
 from evenly.store import connect, loopback_interface
 from evenly.variables import Place, read_place
 from evenly.wording import ranks as named
@@ -74,6 +75,7 @@ class World:
         self._closed = False
         self._roll_calls = 0
         self._owns_group = False
+        self._lines = Lines()
         self._agent_store = place.agent_store
         self._restore: dict[str, str | None] = {}
 
@@ -199,8 +201,8 @@ class World:
         for replica in filter(None, (reference() for reference in self.replicas)):
             replica.leave()
         if self._owns_group and dist.is_initialized():
-            if failed and "nccl" in self.backend:
-                self._abort()
+            if failed:
+                self._abort()  # the group itself may live on in the frames of a traceback
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
         for name, value in self._restore.items():
@@ -226,7 +228,8 @@ class World:
                 self.store.wait(["all gone"], timedelta(seconds=min(30.0, self.timeout)))
 
     def _abort(self) -> None:
-        """End nccl's waits; gloo has no abort, its waits end when a connection closes."""
+        """End all waits for other ranks: some rank has failed, and this group is over."""
+        self._lines.cut()
         if self.group is not None and "nccl" in self.backend:
             with contextlib.suppress(RuntimeError):
                 self.group._get_backend(torch.device("cuda")).abort()
@@ -240,14 +243,15 @@ class World:
         if place.one_machine:
             self._use_loopback()
         self.board = Board(self.store, ears, rank=self.rank, size=self.size, wake=self._abort)
-        dist.init_process_group(
-            self.backend,
-            store=dist.PrefixStore("group", self.store),
-            rank=self.rank,
-            world_size=self.size,
-            timeout=limit,
-            device_id=self.device if "nccl" in self.backend else None,
-        )
+        with self._lines:
+            dist.init_process_group(
+                self.backend,
+                store=dist.PrefixStore("group", self.store),
+                rank=self.rank,
+                world_size=self.size,
+                timeout=limit,
+                device_id=self.device if "nccl" in self.backend else None,
+            )
         self._owns_group = True
         self.group = dist.group.WORLD
         self._wait_until_all_are_connected()

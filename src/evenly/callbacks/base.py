@@ -115,6 +115,12 @@ class Hooks:
         name = type(callback).__name__
         if isinstance(callback, type):
             raise SettingError(f"callbacks= holds the class {callback.__name__}; give an object.")
+        unknown = [n for n in dir(callback) if n.startswith("on_") and n not in HOOKS]
+        if isinstance(callback, Callback) and unknown:
+            raise SettingError(
+                f"{name} has {', '.join(unknown)}, which nobody calls. The hooks are "
+                f"{', '.join(HOOKS)}."
+            )
         if not any(callable(getattr(callback, hook, None)) for hook in HOOKS):
             raise SettingError(
                 f"callbacks= holds a {name}, which has none of the hooks {', '.join(HOOKS)}."

@@ -17,7 +17,9 @@ class EarlyStopping(Callback):
     """Stops after ``patience`` evaluations (or epochs, for "train/...") without a better value.
 
     Better means lower (``mode="min"``) or higher ("max") by more than ``min_delta``; nan never is.
-    The numbers are the same on all ranks, so all stop together. Weights stay those of the end.
+    The numbers are the same on all ranks, so all stop together. Weights stay those of the end,
+    unless ``restore_best`` keeps a copy of the best ones and puts them back when `fit` ends.
+    ``best`` and ``best_step`` say which they are.
     """
 
     ranks: ClassVar[Ranks] = "every"
@@ -29,6 +31,7 @@ class EarlyStopping(Callback):
         mode: Literal["min", "max"] = "min",
         patience: int = 3,
         min_delta: float = 0.0,
+        restore_best: bool = False,
     ) -> None:
         if mode not in ("min", "max"):
             raise SettingError(f"EarlyStopping(mode={mode!r}): give 'min' or 'max'.")
@@ -36,6 +39,8 @@ class EarlyStopping(Callback):
             raise SettingError(f"EarlyStopping(patience={patience}): give 1 or more.")
         self.monitor, self.mode, self.patience = monitor, mode, patience
         self.min_delta = abs(min_delta)
+        self._restore_best = restore_best
+        self._weights: dict[str, Any] = {}
         self.best = math.inf if mode == "min" else -math.inf
         self.best_step = 0
         self.waited = 0
@@ -64,10 +69,17 @@ class EarlyStopping(Callback):
         gain = self.best - value if self.mode == "min" else value - self.best
         if gain > self.min_delta:
             self.best, self.best_step, self.waited = value, trainer.step, 0
+            if self._restore_best:
+                state = trainer.model.state_dict()
+                self._weights = {name: tensor.detach().clone() for name, tensor in state.items()}
             return
         self.waited += 1
         if self.waited >= self.patience:
             trainer.stop()
+
+    def on_run_end(self, trainer: Trainer) -> None:
+        if self._weights:
+            trainer.model.load_state_dict(self._weights)
 
     def _missing(self, values: Mapping[str, Any]) -> SettingError:
         return SettingError(
@@ -76,8 +88,13 @@ class EarlyStopping(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "best_step": self.best_step, "waited": self.waited}
+        return {
+            "best": self.best,
+            "best_step": self.best_step,
+            "waited": self.waited,
+            "weights": self._weights,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.best, self.best_step = state["best"], state["best_step"]
-        self.waited = state["waited"]
+        self.waited, self._weights = state["waited"], state["weights"]

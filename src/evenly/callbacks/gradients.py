@@ -26,7 +26,7 @@ class GradientNorm(Callback):
     ranks: ClassVar[Ranks] = "every"
 
     def __init__(self, *, every: int = 1, per_parameter: bool = False) -> None:
-        self._every, self._per_parameter = every, per_parameter
+        self._every, self._per_parameter = _checked(every), per_parameter
         self._norms: dict[str, float] = {}
 
     def on_gradients(self, trainer: Trainer) -> None:
@@ -56,7 +56,7 @@ class GradientCapture(Callback):
     ranks: ClassVar[Ranks] = "every"
 
     def __init__(self, names: Sequence[str], *, every: int = 1) -> None:
-        self.names, self._every = list(names), every
+        self.names, self._every = list(names), _checked(every)
         self.gradients: dict[str, Tensor] = {}
         self._outputs: dict[str, list[Tensor]] = {}
         self._active = False
@@ -119,3 +119,9 @@ class GradientCapture(Callback):
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+
+def _checked(every: int) -> int:
+    if not isinstance(every, int) or every < 1:
+        raise SettingError(f"every={every!r}: give a number of steps, 1 or more.")
+    return every

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 # Drawing costs about 2 ms, so it is done this rarely, in seconds.
 _REFRESH = 0.25
-# Epochs may follow each other faster than anybody reads; then only some have a line.
+# Above a bar a line costs more, and nobody reads many a second; then only some epochs have one.
 _LINE = 1.0
 
 
@@ -69,7 +69,7 @@ class Progress(Callback):
         shown = {n: value for n, value in values.items() if isinstance(value, int | float)}
         numbers = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
         self._line = f"epoch {trainer.epoch}  step {trainer.step}  {numbers}"
-        if time.perf_counter() >= self._next_line:
+        if self._bar is None or time.perf_counter() >= self._next_line:
             self._print()
 
     def on_run_end(self, trainer: Trainer) -> None:

@@ -68,12 +68,13 @@ def compute(metrics: Any, *, positions: Tensor | None = None, group: Group = Non
 def update(metrics: Any, predictions: Any, target: Any) -> None:
     """Update each metric of a structure, in full precision whatever the model computes in.
 
-    Half-precision tensors are raised to float32 and autocast is off. A batch without samples
-    changes nothing, because many metrics cannot take one. Talks to no other rank.
+    Half-precision tensors are raised to float32 and autocast is off. A tensor or list of
+    no predictions changes nothing, because many metrics cannot take one. Talks to no other rank.
     """
-    first = next(leaves(predictions), None)
-    if first is None or (isinstance(first, Tensor) and first.dim() and not len(first)):
+    rows = isinstance(predictions, list) or (isinstance(predictions, Tensor) and predictions.dim())
+    if rows and not len(predictions):
         return
+    first = next((leaf for leaf in leaves(predictions) if isinstance(leaf, Tensor)), None)
     device = first.device.type if isinstance(first, Tensor) else "cpu"
     with torch.no_grad(), torch.autocast(device, enabled=False):
         predictions, target = map_leaves(_raised, predictions), map_leaves(_raised, target)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from evenly.errors import LossError
 from evenly.objective import Sum, Total
 
 # What each function takes besides predictions, target and the reduction. Anything else, such as
@@ -63,10 +64,9 @@ class Recognised:
     def __call__(self, predictions: Any, target: Any) -> Total | Sum:
         """The loss of these samples before torch divides, and what it would divide by."""
         options = self.options()
+        weight = self.weight(predictions, target)
         whole = self.function(predictions, target, reduction="sum", **options)
-        if self.reduction == "sum":
-            return Sum(whole)
-        return Total(whole, self.weight(predictions, target))
+        return Sum(whole) if self.reduction == "sum" else Total(whole, weight)
 
     def weight(self, predictions: Any, target: Any) -> Tensor | float:
         """What ``reduction="mean"`` divides the sum by."""
@@ -74,7 +74,14 @@ class Recognised:
             return _weight_of_classes(predictions, target, **self.options())
         if predictions.shape == target.shape:
             return float(predictions.numel())
-        return float(torch.broadcast_shapes(predictions.shape, target.shape).numel())
+        whole = torch.broadcast_shapes(predictions.shape, target.shape).numel()
+        if whole > max(predictions.numel(), target.numel()):
+            raise LossError(
+                f"predictions of shape {tuple(predictions.shape)} and a target of shape "
+                f"{tuple(target.shape)} make {whole} pairs: each sample is compared with all "
+                "others. Give both the same shape, as by target.unsqueeze(1)."
+            )
+        return float(whole)
 
 
 def recognise(loss: Any) -> Recognised | None:

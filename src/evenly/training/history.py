@@ -39,6 +39,8 @@ class History(Mapping[str, Series]):
         series.values.append(value)
 
     def __getitem__(self, name: str) -> Series:
+        if name not in self._series:
+            raise KeyError(f"{name!r}; there is {', '.join(self._series) or 'nothing yet'}")
         return self._series[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -51,9 +51,12 @@ class Recipe:
             raise SettingError(
                 "step= computes everything itself; leave out loss=, forward= and target=."
             )
-        for name, given in (("loss", loss), ("forward", forward), ("target", target)):
+        functions = {"loss": loss, "forward": forward, "target": target, "step": step}
+        for name, given in functions.items():
             if given is not None and not callable(given):
                 raise SettingError(f"{name}={given!r} cannot be called; give a function.")
+            if isinstance(given, type):
+                raise SettingError(f"{name}={given.__name__} is a class; give {given.__name__}().")
         self._forward = forward or _first
         self._target = target or _second
         self._step = step

@@ -29,6 +29,7 @@ _CUTS = (2, 3, 5)
 # in the parameters' own precision, and under autocast. What is looked for is larger: with class
 # weights 7 to 15 % in the gradient, though less in the loss of an untrained model.
 _DOUBLE, _SINGLE, _HALF = 1e-9, 1e-4, 1e-2
+_HALVES = {torch.float16, torch.bfloat16}
 
 
 class Findings(NamedTuple):
@@ -59,7 +60,7 @@ def agreed(found: Findings) -> Findings:
 
 @torch.no_grad()
 def doubt(recipe: Recipe, model: nn.Module, data: Any, output: Output, count: int) -> str | None:
-    """What is wrong with the loss of this batch, or None. Runs the user's code up to 14 times.
+    """What is wrong with the loss of this batch, or None. Runs the user's code up to 16 times.
 
     A loss that draws random numbers, or does not take a part of a batch, cannot be judged and is
     not. Ranks must not meet in it.
@@ -69,7 +70,7 @@ def doubt(recipe: Recipe, model: nn.Module, data: Any, output: Output, count: in
     try:
         with streams_kept(), evaluating(model, recipe.module):
             if recipe.stepwise:
-                tolerance = _HALF if torch.is_autocast_enabled(_device(model)) else _SINGLE
+                tolerance = _tolerance(model)
                 losses = _by_batch(recipe, model, data, count)
             else:
                 losses, tolerance = _by_predictions(recipe, output, count)
@@ -145,31 +146,42 @@ def _pairs(parts: list[Any]) -> Iterator[tuple[Any, Any]]:
     return zip(parts[::2], parts[1::2], strict=True)
 
 
-def _by_predictions(recipe: Recipe, output: Output, count: int) -> tuple[list[Any], float]:
-    """The losses of the whole and of its parts, from the predictions there are."""
+def _by_predictions(recipe: Recipe, output: Output, count: int) -> tuple[list[Any] | None, float]:
+    """The losses of the whole and of its parts, from the predictions there are; None if it draws
+    random numbers.
+    """
 
-    def losses(predictions: Any) -> list[Any]:
-        return [
-            recipe.loss_of(
-                rows(predictions, start, stop, count),
-                rows(output.target, start, stop, count),
-                split=True,
-            )
-            for start, stop in _bounds(count)
-        ]
+    def losses(predictions: Any) -> list[Any] | None:
+        return _repeatable(
+            [
+                recipe.loss_of(
+                    rows(predictions, start, stop, count),
+                    rows(output.target, start, stop, count),
+                    split=True,
+                )
+                for start, stop in [(0, count), *_bounds(count)]
+            ]
+        )
 
     kinds = {leaf.dtype for leaf in leaves(output.predictions) if isinstance(leaf, Tensor)}
     if torch.float64 not in kinds:
         # In float64 rounding is out of the way; a loss with tensors of its own may not like it.
         with contextlib.suppress(RuntimeError):
             return losses(map_leaves(_double, output.predictions)), _DOUBLE
-    return losses(output.predictions), _DOUBLE if torch.float64 in kinds else _SINGLE
+    tolerance = _HALF if kinds & _HALVES else _SINGLE
+    return losses(output.predictions), _DOUBLE if torch.float64 in kinds else tolerance
 
 
 def _by_batch(recipe: Recipe, model: nn.Module, data: Any, count: int) -> list[Any] | None:
     """The same by running the step again, in eval mode; None if it draws random numbers."""
     batches = [rows(data, *bounds, count) for bounds in _bounds(count)]
-    losses = [recipe.run(model, batch, split=True).loss for batch in [batches[0], *batches]]
+    return _repeatable(
+        [recipe.run(model, batch, split=True).loss for batch in [batches[0], *batches]]
+    )
+
+
+def _repeatable(losses: list[Any]) -> list[Any] | None:
+    """All but the first, which must be what the second is."""
     first, *rest = losses
     same = all(
         torch.equal(torch.as_tensor(a), torch.as_tensor(b))
@@ -178,8 +190,11 @@ def _by_batch(recipe: Recipe, model: nn.Module, data: Any, count: int) -> list[A
     return rest if same else None
 
 
-def _device(model: nn.Module) -> str:
-    return next((parameter.device.type for parameter in model.parameters()), "cpu")
+def _tolerance(model: nn.Module) -> float:
+    parameters = list(model.parameters())
+    half = any(parameter.dtype in _HALVES for parameter in parameters)
+    autocast = parameters and torch.is_autocast_enabled(parameters[0].device.type)
+    return _HALF if half or autocast else _SINGLE
 
 
 def _double(leaf: Any) -> Any:
@@ -193,4 +208,5 @@ def _numbers(loss: Any) -> tuple[Any, ...]:
 def _close(one: float, other: float, tolerance: float) -> bool:
     if one != one or other != other:  # nan is somebody else's business
         return True
-    return abs(one - other) <= tolerance * max(abs(one), abs(other), 1e-12)
+    # Also absolutely: a loss near zero may be a sum of large numbers of both signs.
+    return abs(one - other) <= tolerance * max(abs(one), abs(other), 1e-2)

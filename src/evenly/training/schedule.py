@@ -33,6 +33,11 @@ class Schedule:
     ) -> None:
         if every not in ("step", "epoch", None):
             raise SettingError(f"scheduler_every={every!r}; give 'step' or 'epoch'.")
+        if factory is not None and not callable(factory):
+            raise SettingError(
+                f"scheduler={factory!r}: give a function of the optimizer that makes one: "
+                "lambda optimizer: StepLR(optimizer, 30)."
+            )
         asks = factory is not None and "steps" in _parameters(factory)
         self._by_step = asks if every is None else every == "step"
         self._monitor = monitor

@@ -73,13 +73,17 @@ class Update:
         mixed: Mixed,
         verdict: Verdict,
         watch: Callable[[Part, Output], None],
+        before_update: Callable[[Part], None] = lambda part: None,
         on_gradients: Callable[[], None] | None = None,
     ) -> None:
-        """``watch`` sees the output of each micro-batch, ``on_gradients`` the final gradients."""
+        """``watch`` sees the output of each micro-batch, ``on_gradients`` the final gradients;
+        ``before_update`` comes between what ranks do apart and what they do alike.
+        """
         self._model, self._recipe, self._optimizer = model, recipe, optimizer
         self._settings = settings
         self._world, self._mixed, self._verdict = world, mixed, verdict
         self._watch, self._on_gradients = watch, on_gradients
+        self._before_update = before_update
         self._meets = settings.collective_forward
         if any(isinstance(module, SyncBatchNorm) for module in model.modules()):
             self._meets = True
@@ -121,6 +125,7 @@ class Update:
         if self._rescale:
             self._divide(part.global_weight, values, news)
         good = news is None or self._verdict.good(news, self._runs)
+        self._before_update(part)
         if good and self._on_gradients is not None:
             self._on_gradients()
         if self._settings.clip_norm is not None and good:
@@ -251,6 +256,8 @@ class Update:
         held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         self._held = [p for p in self._parameters if id(p) in held]
         self._settled = self._trained()
+        for parameter in self._carriage.trained.parameters():
+            parameter.grad = None  # of one that was frozen it would be used at every step
         if self._replica is not None:
             self._replica.leave()
         if world.size > 1:

@@ -11,8 +11,8 @@ from torchmetrics.classification import MulticlassAUROC
 from torchmetrics.regression import PearsonCorrCoef
 
 import evenly
-from evenly import parcel, update
-from evenly.metrics import compute
+from evenly import parcel
+from evenly.metrics import compute, update
 from evenly.testing import run_ranks
 from evenly.tree import leaves, map_leaves
 from test_metrics import assert_same, digits, seven

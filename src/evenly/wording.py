@@ -10,7 +10,14 @@ def some(items: Sequence[object], most: int = 4) -> str:
 
 
 def ranks(numbers: Sequence[int]) -> str:
-    """ "rank 3" or "ranks 3, 5"; nothing for none."""
+    """ "rank 2", "ranks 0, 1, 3" or "ranks 0 to 62"; nothing for none."""
     if not numbers:
         return ""
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+    runs: list[list[int]] = []
+    for rank in sorted(numbers):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [f"{run[0]} to {run[-1]}" if len(run) > 3 else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(texts)}"

@@ -498,7 +498,7 @@ def test_ranks_that_are_asked_for_different_things_say_so(name: str) -> None:
         options: dict[str, Any] = {"epochs": 2, name: 2 + trainer.world.rank}
         trainer.fit(digits(), digits(length=9), **options)
 
-    with pytest.raises(evenly.errors.DisagreementError, match="what fit"):
+    with pytest.raises(evenly.errors.DisagreementError, match=f"{name}=.*rank 0: 2, rank 1: 3"):
         run_ranks(program, 3)
 
 

@@ -222,16 +222,33 @@ def agree(value: T, name: str = "value", *, group: Group = None) -> T:
     return value
 
 
+def agree_on(values: dict[str, object], *, group: Group = None) -> None:
+    """As `agree`, for several values at once; the error is about the first that differs."""
+    ranks = all_gather_object(values, group=group)
+    for name in values:
+        _same([other[name] for other in ranks], name, "Set it alike on every rank.")
+
+
 def any_rank(flag: bool, *, group: Group = None) -> bool:
     """Whether it is so on any rank; one small collective."""
+    return largest([float(flag)], group=group)[0] > 0
+
+
+def largest(numbers: list[float], *, group: Group = None) -> list[float]:
+    """The largest of each number over the ranks; one small collective."""
     if size_of(group) == 1:
-        return flag
+        return numbers
     wire = wire_for(torch.device("cpu"), group)
-    return bool(all_reduce(torch.full((1,), float(flag), device=wire), check=False, group=group))
+    sent = torch.tensor(numbers, dtype=torch.float64, device=wire)
+    found: list[float] = all_reduce(sent, "max", check=False, group=group).tolist()
+    return found
 
 
 def _compare(value: object, name: str, advice: str, group: Group) -> None:
-    values = all_gather_object(value, group=group)
+    _same(all_gather_object(value, group=group), name, advice)
+
+
+def _same(values: list[Any], name: str, advice: str) -> None:
     if not all(_equal(other, values[0]) for other in values):
         listing = ", ".join(f"rank {rank}: {other!r}" for rank, other in enumerate(values))
         raise DisagreementError(f"{name} differs between ranks ({listing}). {advice}")

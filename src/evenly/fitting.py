@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from evenly.collectives import any_rank
+from evenly.collectives import any_rank, largest
 from evenly.loader import Loader
-from evenly.matching import compare_weights
+from evenly.matching import checksum, tell_apart
 from evenly.part import Part
 from evenly.seeding import StepStreams
 from evenly.stopping import StopRequests
@@ -160,13 +160,22 @@ class Fit:
         if any_rank(self._wants_stop()):
             self._trainer.stopped = True
 
+    def _end_of_epoch_news(self) -> list[float]:
+        """Whether any rank has logged something, and whether all have the same weights, at once."""
+        if self._world.size == 1:
+            return [float(bool(self._trainer.averages.numbers())), 0.0, 0.0]
+        own = checksum(self._trainer.model)
+        return largest([float(bool(self._trainer.averages.numbers())), own, -own])
+
     def _end_of_epoch(self) -> None:
         trainer = self._trainer
         trainer.part = None
         total, weight = trainer.epoch_loss
         values: dict[str, Any] = {"loss": total / weight} if weight else {}
-        values.update(gathered(trainer.averages))
-        compare_weights(trainer.model, trainer.epoch)
+        logged, high, low = self._end_of_epoch_news()
+        values.update(gathered(trainer.averages, logged > 0))
+        if high != -low:
+            tell_apart(trainer.model, trainer.epoch)
         values.update(trainer.computed_train_metrics())
         values = {f"train/{name}": value for name, value in values.items()}
         trainer.epoch_loss = (0.0, 0.0)

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
-from evenly.collectives import all_gather_object, all_reduce, broadcast
+from evenly.collectives import all_gather_object, broadcast
 from evenly.errors import DisagreementError, EvenlyWarning, SettingError
 from evenly.layers import SyncBatchNorm
 from evenly.wording import some
@@ -31,20 +31,18 @@ def match(*models: nn.Module) -> None:
                 state[name].copy_(value)
 
 
-def compare_weights(model: nn.Module, epoch: int) -> None:
-    """Warn where the ranks' weights have come apart, which DDP never notices; a meeting of all.
+def checksum(model: nn.Module) -> float:
+    """A number that differs, almost surely, where any weight does by a bit."""
+    bits = [_bits(p).cpu() for p in model.parameters() if p.requires_grad]
+    return float(torch.stack(bits).sum() & (2**52 - 1)) if bits else 0.0  # exact in float64
 
-    One small collective, unless they have. Updates are the same on all ranks to the bit, so what
-    differs came from something that one rank did in another way.
+
+def tell_apart(model: nn.Module, epoch: int) -> None:
+    """Say that the ranks' weights have come apart, which DDP never notices; a meeting of all.
+
+    Updates are the same on all ranks to the bit, so what differs came from something that one
+    rank did in another way.
     """
-    if current_world().size == 1:
-        return
-    bits = [_bits(p) for p in model.parameters() if p.requires_grad]
-    # Two numbers that are exact in float64; the largest of both signs shows any difference.
-    own = float(torch.stack([b.cpu() for b in bits]).sum() & (2**52 - 1)) if bits else 0.0
-    both = all_reduce(torch.tensor([own, -own], dtype=torch.float64), "max", check=False)
-    if float(both[0]) == -float(both[1]):
-        return
     ranks = all_gather_object([_mark(name, p) for name, p in model.named_parameters()])
     columns = zip(*ranks, strict=True)
     apart = [first[0] for first, *others in columns if any(o[3] != first[3] for o in others)]

@@ -19,7 +19,7 @@ from evenly import metrics as measured
 from evenly.callbacks.base import Hooks
 from evenly.callbacks.progress import Progress
 from evenly.checkpoint import CheckpointFolder
-from evenly.collectives import agree, any_rank, barrier
+from evenly.collectives import agree_on, any_rank, barrier
 from evenly.errors import EvenlyWarning, SettingError
 from evenly.evaluation import check_predictions, evaluate, flat
 from evenly.fetching import Collate
@@ -271,15 +271,19 @@ class Trainer:
         if "train" in stages:
             raise SettingError("a validation set named 'train' would hide training; rename it.")
         often = every("validate_every", validate_every)
-        agree(
+        agree_on(
             {
-                "fit(epochs, steps)": (epochs, steps),
-                "validate": [self.stages, often],
-                "settings": self._settings,
-                "save_every": self._save_every,
-                "position": (self.epoch, self.position, self.step),
-            },
-            "what fit() was asked for",
+                "fit(epochs=)": epochs,
+                "fit(steps=)": steps,
+                "fit(validate=), by name": self.stages,
+                "fit(validate_every=)": validate_every,
+                "how steps are made": self._settings,
+                "how often to save": self._save_every,
+                "where the run stands (epoch, position, step)": (
+                    *(self.epoch, self.position),
+                    self.step,
+                ),
+            }
         )
         if self._schedule is None:
             self._schedule = Schedule(

@@ -58,10 +58,13 @@ def added(ranks: Iterable[Numbers]) -> Numbers:
     return sums
 
 
-def gathered(averages: Averages) -> dict[str, float]:
-    """The means over all ranks; a meeting of all. Ranks may have different names, or none."""
+def gathered(averages: Averages, known: bool | None = None) -> dict[str, float]:
+    """The means over all ranks; a meeting of all. Ranks may have different names, or none.
+
+    ``known`` says whether any rank has some, where that is known already.
+    """
     numbers = averages.numbers()
-    if not any_rank(bool(numbers)):
+    if not (any_rank(bool(numbers)) if known is None else known):
         return {}
     sums = added(all_gather_object(numbers))
     return {name: t / weight if weight else float("nan") for name, (t, weight) in sums.items()}

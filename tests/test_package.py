@@ -32,7 +32,7 @@ LAYERS = [
     {"fetching", "copying", "part", "loader", "stepping", "layers", "data", "matching", "replica"},
     {"metrics", "prediction", "training", "checkpoint"},
     {"evaluation"},
-    {"callbacks", "fitting", "resuming", "trainer"},
+    {"callbacks", "guarding", "fitting", "resuming", "trainer"},
     {"worker", "launcher", "member", "crew"},
     {"testing", "demo"},
     {"cli", "__main__"},

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from evenly import metrics as measured
-from evenly.errors import SettingError
 from evenly.meeting import some_absent
-from evenly.objective import Output, Total
+from evenly.objective import Total
 from evenly.part import Part
 from evenly.training.averages import Averages, gathered
+from evenly.training.measures import check_predictions
 from evenly.training.modes import evaluating
 from evenly.training.precision import Mixed
 from evenly.training.recipe import Recipe
@@ -59,14 +59,6 @@ def evaluate(
     if metrics:
         values.update(flat(measured.compute(metrics, positions=torch.cat(seen))))
     return values
-
-
-def check_predictions(output: Output) -> None:
-    if output.predictions is None:
-        raise SettingError(
-            "there are metrics and no predictions to update them with: let step= return "
-            "Output(predictions=..., target=...), or leave out the metrics."
-        )
 
 
 def flat(values: Any, prefix: str = "") -> dict[str, Any]:

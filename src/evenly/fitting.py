@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from evenly.collectives import any_rank, largest
+from evenly.evaluation import flat
 from evenly.loader import Loader
 from evenly.matching import checksum, tell_apart
 from evenly.part import Part
@@ -176,7 +177,7 @@ class Fit:
         values.update(gathered(trainer.averages, logged > 0))
         if high != -low:
             tell_apart(trainer.model, trainer.epoch)
-        values.update(trainer.computed_train_metrics())
+        values.update(flat(trainer.train_measures.compute()))
         values = {f"train/{name}": value for name, value in values.items()}
         trainer.epoch_loss = (0.0, 0.0)
         trainer.averages.clear()

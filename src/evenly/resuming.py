@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from evenly import metrics as measured
 from evenly.checkpoint.folder import Checkpoint, load_into
 from evenly.checkpoint.plain import put_together
 from evenly.collectives import all_gather_object
@@ -32,7 +31,6 @@ def state_of(trainer: Trainer, plan: Plan) -> dict[str, Any]:
     does not matter how many there are when the run goes on.
     """
     assert trainer.optimizer is not None
-    metrics = trainer.train_metrics
     return {
         "run": {
             "epoch": trainer.epoch,
@@ -51,7 +49,7 @@ def state_of(trainer: Trainer, plan: Plan) -> dict[str, Any]:
         "scaler": trainer.mixed.state_dict(),
         "callbacks": [[type(one).__name__, _state(one)] for one in trainer.callbacks],
         "averages": added(all_gather_object(trainer.averages.numbers())),
-        "metrics": measured.merged_state(metrics) if metrics else None,
+        "metrics": trainer.train_measures.merged_state(),
         "history": {
             name: [
                 torch.tensor(series.steps, dtype=torch.int64),
@@ -84,8 +82,7 @@ def go_on(trainer: Trainer, plan: Plan, saved: Checkpoint) -> None:
             trainer.history.add(name, step, value)
     if trainer.world.rank == 0:  # added up over the ranks when they are read
         trainer.averages.load(saved.part("averages"))
-        if trainer.train_metrics and saved.state["metrics"] is not None:
-            measured.load_local_state(trainer.train_metrics, saved.part("metrics"))
+    trainer.train_measures.load(saved.part("metrics"), mine=trainer.world.rank == 0)
 
 
 def _plan(plan: Plan) -> dict[str, Any]:

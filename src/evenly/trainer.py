@@ -6,14 +6,13 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from evenly import metrics as measured
 from evenly.callbacks.base import Hooks
@@ -21,28 +20,36 @@ from evenly.callbacks.progress import Progress
 from evenly.checkpoint import CheckpointFolder
 from evenly.collectives import agree_on, any_rank, barrier
 from evenly.errors import EvenlyWarning, SettingError
-from evenly.evaluation import check_predictions, evaluate, flat
+from evenly.evaluation import evaluate
 from evenly.fetching import Collate
 from evenly.fitting import Fit
+from evenly.guarding import guarded
 from evenly.layers import SyncBatchNorm
 from evenly.loader import Loader
 from evenly.matching import OnDifference, match_buffers, place, repair
 from evenly.meeting import some_absent
-from evenly.metrics.inventory import find_holders
 from evenly.objective import Output, Total
 from evenly.part import Part
 from evenly.plan import Plan, Tail
 from evenly.prediction import predict
 from evenly.prediction.layout import Format
 from evenly.prediction.memory import Keep
-from evenly.replica import check_trainable
 from evenly.resuming import go_on, state_of
 from evenly.seeding import StepStreams, seed_streams, streams_kept
 from evenly.stopping import EXIT_CODE, StopRequests
 from evenly.together import together
 from evenly.training.averages import Averages
 from evenly.training.every import Every, every
+from evenly.training.given import (
+    accepted_metrics,
+    by_name,
+    loader_of,
+    made_model,
+    made_optimizer,
+    total_steps,
+)
 from evenly.training.history import History
+from evenly.training.measures import TrainMeasures
 from evenly.training.modes import evaluating
 from evenly.training.notices import notices
 from evenly.training.precision import Mixed, Precision
@@ -174,18 +181,18 @@ class Trainer:
         self._recipe = Recipe(
             forward=forward, target=target, loss=loss, step=step, device=self.world.device
         )
-        self._metrics = self._accepted(metrics or {})
-        self.train_metrics = self._accepted(train_metrics or {})
+        self._metrics = accepted_metrics(metrics, self.world)
+        self.train_measures = TrainMeasures(accepted_metrics(train_metrics, self.world))
         if not isinstance(callbacks, Sequence):
             raise SettingError(f"callbacks={callbacks!r}: give a list of callbacks.")
         self.callbacks = [*callbacks, *([Progress()] if progress else [])]
         self.hooks = Hooks(self.callbacks, self.world)
-        self.model = self.evaluated = _made(model, seed)
+        self.model = self.evaluated = made_model(model, seed)
         place(self.model, self.world.device)
         if self.world.size > 1:
             for module in self._trained():
                 repair(module, on_difference)
-        self.optimizer = self._checked_optimizer(optimizer)
+        self.optimizer = made_optimizer(optimizer, self.model, self._recipe.module)
         self._scheduling: dict[str, Any] = {"every": scheduler_every, "monitor": scheduler_monitor}
         self._scheduler = scheduler
         self._schedule: Schedule | None = None
@@ -199,8 +206,6 @@ class Trainer:
         self.epoch_loss = (0.0, 0.0)
         self.stages: list[str] = []
         self._stage_metrics: dict[str, Any] = {}
-        # Which samples the training metrics have seen; not known of an epoch that was resumed.
-        self._train_positions: list[Tensor] | None = []
         self._update: Update | None = None
         self._told = self._closed = False
         self.stop_wanted = self.stopped = False
@@ -264,8 +269,14 @@ class Trainer:
             raise SettingError("there is no optimizer to train with; give the Trainer one.")
         loader = self._loader(train, **self._training)
         self._check_position(len(loader))
-        self.total_steps = self._total(epochs, steps, len(loader))
-        sets = _stages(validate, "validation")
+        self.total_steps = total_steps(
+            epochs=epochs,
+            steps=steps,
+            length=len(loader),
+            done=self.step - self.position,
+            finished=self.epoch,
+        )
+        sets = by_name(validate, "validation")
         stages = {name: self._loader(data, whole=True) for name, data in sets.items()}
         self.stages = list(stages)
         if "train" in stages:
@@ -469,21 +480,8 @@ class Trainer:
             if isinstance(value, int | float):
                 self.history.add(name, self.step, value)
 
-    def computed_train_metrics(self) -> dict[str, Any]:
-        """The training metrics of the epoch, which then start again; a meeting of all ranks."""
-        if not self.train_metrics:
-            return {}
-        positions = None
-        if self._train_positions is not None:
-            positions = torch.cat([torch.empty(0, dtype=torch.int64), *self._train_positions])
-        values = flat(measured.compute(self.train_metrics, positions=positions))
-        self._train_positions = []
-        for metric in leaves(self.train_metrics):
-            metric.reset()
-        return values
-
     def _evaluated(self, data: Any, stage: str) -> dict[str, Any]:
-        sets = _stages(data, stage)
+        sets = by_name(data, stage)
         loaders = {name: self._loader(one, whole=True) for name, one in sets.items()}
         with self._guarded(list(loaders.values())):
             found = {name: self.evaluate_stage(loader, name) for name, loader in loaders.items()}
@@ -493,12 +491,7 @@ class Trainer:
         """What one micro-batch gave."""
         for name, value in output.log.items():
             self.averages.log(name, value, part.weight)
-        if self.train_metrics:
-            check_predictions(output)
-            with torch.no_grad():
-                measured.update(self.train_metrics, output.predictions, output.target)
-            if self._train_positions is not None:
-                self._train_positions.append(part.indices)
+        self.train_measures.update(part, output)
 
     def _meets(self) -> bool:
         """Whether ranks meet in the user's code in evaluation. SyncBatchNorm meets in training."""
@@ -546,8 +539,6 @@ class Trainer:
             )
         together(lambda: go_on(self, plan, saved))
         self._epoch_length = plan.steps
-        if self.position:
-            self._train_positions = None
 
     def _check_position(self, length: int) -> None:
         """A run that stands within an epoch can only go on with an epoch of the same length."""
@@ -559,83 +550,6 @@ class Trainer:
             )
         self._epoch_length = length
 
-    def _total(self, epochs: int | None, steps: int | None, length: int) -> int:
-        for name, value in (("epochs", epochs), ("steps", steps)):
-            if value is not None and (not isinstance(value, int) or value < 0):
-                raise SettingError(f"{name}={value!r}; give a whole number.")
-        if epochs is None and steps is None:
-            raise SettingError(
-                "say how long to train: fit(..., epochs=10) or fit(..., steps=1000)."
-            )
-        limits = [] if steps is None else [steps]
-        if epochs is not None:
-            limits.append(self.step - self.position + (epochs - self.epoch) * length)
-        return min(limits)
-
-    def _loader(self, data: Any, *, whole: bool = False, **options: Any) -> Loader:
-        if isinstance(data, Loader):
-            if whole and data.plan.tail == "drop" and data.plan.length % data.plan.batch_size:
-                raise SettingError(
-                    "a Loader with tail='drop' leaves samples out, and every sample counts in an "
-                    "evaluation or a prediction. Use tail='keep'."
-                )
-            return data
-        if isinstance(data, DataLoader):
-            raise SettingError(
-                "a torch DataLoader has fixed already which process reads what. Give its data set "
-                "(loader.dataset), and collate_fn= or workers= to the Trainer, or an evenly.Loader."
-            )
-        return Loader(data, batch_size=self.batch_size, **self._loading, **options)
-
-    def _accepted(self, metrics: Mapping[str, Any]) -> Any:
-        """Copies of the metrics, on the device; refuses what cannot be merged over ranks."""
-        if not isinstance(metrics, Mapping):
-            raise SettingError(
-                f"metrics= is a {type(metrics).__name__}; give names to metrics: "
-                'metrics={"accuracy": MulticlassAccuracy(10)}.'
-            )
-        if "loss" in metrics:
-            raise SettingError("a metric named 'loss' would hide the loss; give it another name.")
-        for name, metric in metrics.items():
-            if isinstance(metric, type):
-                raise SettingError(f"the metric {name!r} is a class; give {metric.__name__}(...).")
-        find_holders(metrics, several=self.world.size > 1)
-        return measured.copies(metrics, device=self.world.device)
-
-    def _checked_optimizer(self, given: Any) -> Optimizer | None:
-        if given is None:
-            return None
-        check_trainable(self.model)
-        if isinstance(given, type) or not (callable(given) or isinstance(given, Optimizer)):
-            raise SettingError(
-                f"optimizer={given!r}: give a function of the model that makes one: "
-                "lambda model: torch.optim.SGD(model.parameters(), lr=0.1)."
-            )
-        made = given if isinstance(given, Optimizer) else given(self.model)
-        if isinstance(made, torch.optim.LBFGS):
-            raise SettingError(
-                "LBFGS computes the loss several times in one step, which the Trainer's steps do "
-                "not. Use the parts in a loop of your own."
-            )
-        if not isinstance(made, Optimizer):
-            raise SettingError(
-                f"optimizer= gave a {type(made).__name__}; give a function of the model that "
-                "returns an optimizer: lambda model: torch.optim.SGD(model.parameters(), lr=0.1)."
-            )
-        own = list(self.model.parameters())
-        if self._recipe.module is not None:
-            own += self._recipe.module.parameters()
-        known = {id(parameter) for parameter in own}
-        held = [parameter for group in made.param_groups for parameter in group["params"]]
-        foreign = [tuple(p.shape) for p in held if id(p) not in known]
-        if foreign:
-            raise SettingError(
-                f"the optimizer holds {len(foreign)} parameters that are not the model's (shapes "
-                f"{foreign[:4]}), so the model would not be trained. Make it from the model that "
-                "it is given: optimizer=lambda model: ...(model.parameters())."
-            )
-        return made
-
     def _tell(self, batch_size: int) -> None:
         if self.world.rank or self._told:
             return
@@ -646,44 +560,11 @@ class Trainer:
         for text in notices(self.model, size=self.world.size, cut=cut):
             warnings.warn(text, EvenlyWarning, stacklevel=4)
 
-    @contextlib.contextmanager
-    def _guarded(self, loaders: Sequence[Loader]) -> Iterator[None]:
-        """Close the loaders; tell callbacks and the other ranks about an error."""
-        try:
-            yield
-        except BaseException as error:
+    def _guarded(self, loaders: Sequence[Loader]) -> contextlib.AbstractContextManager[None]:
+        def tell(error: BaseException) -> None:
             self.hooks.call_all("on_exception", self, error)
-            if not getattr(error, "agreed", False):
-                self._leave(error)
-            raise
-        finally:
-            for loader in loaders:
-                loader.close()
 
-    def _leave(self, error: BaseException) -> None:
-        """Others wait for this rank: tell them why, and end the waits that only this ends."""
-        try:
-            self.world.fail(error)
-        finally:
-            if self.world.size > 1:
-                self.world.abandon()
+        return guarded(self.world, loaders, on_error=tell)
 
-
-def _made(model: Any, seed: int) -> nn.Module:
-    made = model
-    if not isinstance(model, nn.Module) and callable(model):
-        with streams_kept():
-            torch.manual_seed(seed)
-            made = model()
-    if not isinstance(made, nn.Module):
-        raise SettingError(
-            f"model= gave a {type(made).__name__}; give a torch module, or a function that makes "
-            "one."
-        )
-    return made
-
-
-def _stages(data: Any, name: str) -> dict[str, Any]:
-    if data is None:
-        return {}
-    return dict(data) if isinstance(data, Mapping) else {name: data}
+    def _loader(self, data: Any, **options: Any) -> Loader:
+        return loader_of(data, batch_size=self.batch_size, **self._loading, **options)

@@ -6,4 +6,6 @@ carrier       what ranks tell each other in a step  update        one optimizer 
 verdict       is a step good?                       schedule      the learning rate
 averages      totals and weights by name            history       every number of a run
 every         how often                             notices       what a user is told
+given         what users give, made and checked     measures      metrics of training batches
+modes         eval mode for a while
 """

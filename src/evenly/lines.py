@@ -1,8 +1,10 @@
 """The lines between ranks: which sockets a process group opened, and how to cut them.
 
 gloo cannot abort: a rank that waits goes on waiting until the one it waits for closes its
-connection, and that may be a healthy rank which itself waits. Where a rank has failed, each cuts
-its own lines instead, and all waits end. Linux only; elsewhere there are no lines to cut.
+connection, and that may be a healthy rank which itself waits. A rank that leaves because of a
+failure therefore cuts its lines; those who wait for it leave, too, and so on. Destroying the group
+does not do it while a traceback holds on to the group. A rank does not cut them while it waits
+itself: gloo then misses, now and then, that the wait is over. Linux only; elsewhere nothing is cut.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class Lines:
         }
 
     def cut(self) -> None:
-        """End the connections, here and for those at the other end. Safe from any thread."""
+        """End the connections, here and for those at the other end."""
         here = _sockets()
         for number, node in self._own.items():
             if here.get(number) != node:  # closed since, and perhaps opened as something else

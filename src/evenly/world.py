@@ -202,7 +202,8 @@ class World:
             replica.leave()
         if self._owns_group and dist.is_initialized():
             if failed:
-                self._abort()  # the group itself may live on in the frames of a traceback
+                self._abort()
+                self._lines.cut()  # the group itself may live on in the frames of a traceback
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
         for name, value in self._restore.items():
@@ -228,8 +229,7 @@ class World:
                 self.store.wait(["all gone"], timedelta(seconds=min(30.0, self.timeout)))
 
     def _abort(self) -> None:
-        """End all waits for other ranks: some rank has failed, and this group is over."""
-        self._lines.cut()
+        """End nccl's waits for other ranks: some rank has failed, and this group is over."""
         if self.group is not None and "nccl" in self.backend:
             with contextlib.suppress(RuntimeError):
                 self.group._get_backend(torch.device("cuda")).abort()

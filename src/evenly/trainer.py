@@ -282,6 +282,7 @@ class Trainer:
         if "train" in stages:
             raise SettingError("a validation set named 'train' would hide training; rename it.")
         often = every("validate_every", validate_every)
+        stands = (self.epoch, self.position, self.step)
         agree_on(
             {
                 "fit(epochs=)": epochs,
@@ -290,10 +291,7 @@ class Trainer:
                 "fit(validate_every=)": validate_every,
                 "how steps are made": self._settings,
                 "how often to save": self._save_every,
-                "where the run stands (epoch, position, step)": (
-                    *(self.epoch, self.position),
-                    self.step,
-                ),
+                "where the run stands (epoch, position, step)": stands,
             }
         )
         if self._schedule is None:

@@ -444,6 +444,18 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     assert started.returncode in (-signal.SIGTERM, -signal.SIGUSR1)
 
 
+def test_a_request_at_the_last_step_is_not_lost(tmp_path: Path, world: evenly.World) -> None:
+    class Ask(Callback):
+        def on_run_end(self, trainer: evenly.Trainer) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = made(callbacks=[Ask()], folder=tmp_path)
+    with pytest.raises(SystemExit) as left:
+        trainer.fit(digits(), steps=2)
+    assert left.value.code == 75
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 def test_a_signal_without_checkpoints_ends_the_run_as_ever(world: evenly.World) -> None:
     class Ask(Callback):
         def on_step_end(self, trainer: evenly.Trainer) -> None:

@@ -8,6 +8,7 @@ step at which to stop, save, and exit with `EXIT_CODE`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -74,6 +75,9 @@ class StopRequests:
         if self._thread is not None:
             self._end.set()
             self._thread.join(timeout=5)
+            with contextlib.suppress(RuntimeError):  # the store may be gone
+                if self._ears is not None:  # from now on a request ends the run
+                    self._ears.add(LISTENERS_KEY, -1)
 
     def saved(self) -> None:
         """Let the launcher know that the run has stopped as asked."""

@@ -93,9 +93,12 @@ def _check_file(folder: Path, name: Any, expected: Any) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Take a folder away in one go, so that a half-removed one is not taken for a whole one."""
+    """Take a folder away in one go, so that a half-removed one is not taken for a whole one.
+
+    One that cannot be removed stays: no run should end because an old checkpoint does not go.
+    """
     doomed = folder.with_name(f"{folder.name}{_PARTIAL}removed")
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):
         if _PARTIAL not in folder.name:
             shutil.rmtree(doomed, ignore_errors=True)
             folder.rename(doomed)

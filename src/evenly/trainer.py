@@ -341,7 +341,8 @@ class Trainer:
                 self.part = None
                 update.close()
             match_buffers(self.model)
-        if requests is not None and self.stopped and any_rank(bool(requests.asked)):
+        # Also where it came too late to end the run early: it must not be lost.
+        if requests is not None and any_rank(bool(requests.asked)):
             self._exit(requests)
         return self.history
 

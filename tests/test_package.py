@@ -25,6 +25,7 @@ LAYERS = [
         "blame",
         "wording",
         "storage",
+        "surroundings",
     },
     {"store", "board", "devices", "packing", "objective", "lines"},
     {"world"},

@@ -7,11 +7,13 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from evenly.checkpoint.best import best
 from evenly.collectives import any_rank, largest
 from evenly.evaluation import flat
 from evenly.loader import Loader
 from evenly.matching import checksum, tell_apart
 from evenly.part import Part
+from evenly.resuming import about
 from evenly.seeding import StepStreams
 from evenly.stopping import StopRequests
 from evenly.training.averages import gathered
@@ -45,6 +47,8 @@ class Fit:
         self._train, self._validate, self._validate_every = train, validate, validate_every
         self._save_every = save_every
         self._requests = requests
+        self._saver = trainer.saver
+        self._best = None if self._saver is None else best(self._saver.folder)
         self._saved = trainer.step
         self._save_due = False
         self._clock = time.monotonic()
@@ -58,10 +62,14 @@ class Fit:
 
     def run(self) -> None:
         trainer = self._trainer
+        if self._best is not None:
+            self._best.look(trainer.stages)
         self._hooks.call("on_run_start", trainer)
         while not self._done():
             self._epoch()
-        self._save()
+        if self._saver is not None:
+            self._save()
+            self._saver.settle()
         self._hooks.call("on_run_end", trainer)
 
     def _done(self) -> bool:
@@ -87,7 +95,11 @@ class Fit:
             if self._validate_every.after_step(trainer.step):
                 self._settle()
                 self._evaluate()
-            if self._save_every.after_step(trainer.step) or self._save_due:
+                self._save_if_best()
+            if self._save_every.after_step(trainer.step):
+                self._save_due = True
+            # After an epoch's last step it comes when that epoch has been evaluated.
+            if self._save_due and trainer.position < len(self._train):
                 self._settle()
                 self._save()
         self._settle()
@@ -119,6 +131,8 @@ class Fit:
     def _wishes(self) -> Wishes:
         seconds = self._save_every.seconds
         due = seconds > 0 and self._world.rank == 0 and time.monotonic() - self._clock >= seconds
+        if self._saver is not None and self._saver.failed:
+            due = True  # there the ranks meet, and hear of it
         return Wishes(self._wants_stop(), due)
 
     def _wants_stop(self) -> bool:
@@ -127,8 +141,12 @@ class Fit:
     def _save(self) -> None:
         """A checkpoint, unless this very step has one."""
         if self._trainer.step != self._saved:
-            self._trainer.save(self._train.plan)
+            self._trainer.save()
         self._saved, self._save_due, self._clock = self._trainer.step, False, time.monotonic()
+
+    def _save_if_best(self) -> None:
+        if self._best is not None and self._best.found(about(self._trainer)):
+            self._save_due = True
 
     def _settle(self, late: int = 0) -> None:
         """Take note of the steps whose news are due; every rank does so at the same step."""
@@ -186,9 +204,10 @@ class Fit:
         trainer.remember(values)
         if self._validate_every.after_epoch(trainer.epoch):
             self._evaluate()
+        self._save_if_best()
         self._schedule.after_epoch(values)
         self._streams.seed_alike(trainer.epoch)
         self._hooks.call("on_epoch_end", trainer, {**values, **self._validated})
-        if self._save_every.after_epoch(trainer.epoch):
+        if self._save_every.after_epoch(trainer.epoch) or self._save_due:
             self._save()
         self._agree_to_stop()

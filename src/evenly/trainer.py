@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 from evenly import metrics as measured
 from evenly.callbacks.base import Hooks
 from evenly.callbacks.progress import Progress
-from evenly.checkpoint import CheckpointFolder
+from evenly.checkpoint import CheckpointFolder, Retention
+from evenly.checkpoint.retention import retention
+from evenly.checkpoint.saving import OnSaveError, Saver
 from evenly.collectives import agree_on, any_rank, barrier
 from evenly.errors import EvenlyWarning, SettingError
 from evenly.evaluation import evaluate
@@ -34,7 +36,7 @@ from evenly.plan import Plan, Tail
 from evenly.prediction import predict
 from evenly.prediction.layout import Format
 from evenly.prediction.memory import Keep
-from evenly.resuming import go_on, state_of
+from evenly.resuming import about, go_on, state_of
 from evenly.seeding import StepStreams, seed_streams, streams_kept
 from evenly.stopping import EXIT_CODE, StopRequests
 from evenly.together import together
@@ -121,7 +123,9 @@ class Trainer:
         progress: bool = True,
         folder: str | os.PathLike[str] | None = None,
         save_every: int | str = "epoch",
-        keep: int | None = 3,
+        keep: int | Retention | None = 3,
+        async_save: bool = True,
+        on_save_error: OnSaveError = "raise",
         find_unused_parameters: bool = False,
         collective_forward: bool | None = None,
         check_loss: bool = True,
@@ -156,7 +160,10 @@ class Trainer:
           folder: where they go, on a file system that all ranks see; none without it.
           save_every: a number of steps, "epoch", "3 epochs", or a time ("10m", "2h"); and at the
             end of `fit`.
-          keep: how many of the newest stay; None for all.
+          keep: how many of the newest stay, None for all; or an `evenly.Retention` (the best by a
+            metric, every so many).
+          async_save: copy, and write while training goes on; the next save waits for the last.
+          on_save_error: "raise" on all ranks at the next step, or "warn" and go on.
         Ranks:
           find_unused_parameters: parameters may have no part in some steps.
           collective_forward: ranks meet in the forward pass or the loss (not given: found out).
@@ -210,11 +217,14 @@ class Trainer:
         self._told = self._closed = False
         self.stop_wanted = self.stopped = False
         self._save_every = every("save_every", save_every, timed=True)
+        self._plan: Plan | None = None
         self.checkpoints: CheckpointFolder | None = None
+        self.saver: Saver | None = None
         if folder is not None:
-            if keep is not None and keep < 1:
-                raise SettingError(f"keep={keep}: give 1 or more, or None to keep all.")
-            self.checkpoints = CheckpointFolder(Path(folder) / "checkpoints", keep=keep)
+            self.checkpoints = CheckpointFolder(Path(folder) / "checkpoints", retention(keep))
+            self.saver = Saver(
+                self.checkpoints, self.world, background=async_save, on_error=on_save_error
+            )
 
     def fit(
         self,
@@ -330,7 +340,9 @@ class Trainer:
             streams=streams,
         )
         self.stop_wanted = self.stopped = False
-        with self._guarded([loader, *stages.values()]), streams_kept(), requests or NOTHING:
+        self._plan = loader.plan
+        saves = NOTHING if self.saver is None else contextlib.closing(self.saver)
+        with saves, self._guarded([loader, *stages.values()]), streams_kept(), requests or NOTHING:
             try:
                 for module in self._trained():
                     if not module.training:  # else parts of it are in eval mode on purpose
@@ -419,10 +431,13 @@ class Trainer:
             self._closed = True
             self.world.close()
 
-    def save(self, plan: Plan) -> None:
-        """A checkpoint of this point between two steps; a meeting of all ranks."""
-        if self.checkpoints is not None:
-            self.checkpoints.save(self.step, state_of(self, plan))
+    def save(self) -> None:
+        """A checkpoint of this point between two steps of `fit`; a meeting of all ranks."""
+        if self.saver is None:
+            raise SettingError("there is no place for a checkpoint: give the Trainer a folder=.")
+        if self._plan is None:
+            raise SettingError("a checkpoint is of a run; call save() from within fit().")
+        self.saver.save(about(self), state_of(self, self._plan))
 
     @property
     def loss_module(self) -> nn.Module | None:

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import Dataset
 from torchmetrics.classification import MulticlassAccuracy
 
 import evenly
@@ -30,10 +32,14 @@ from evenly import storage
 from evenly.callbacks import EMA, Callback, EarlyStopping
 from evenly.checkpoint import CheckpointFolder
 from evenly.errors import EvenlyWarning, SettingError, StorageError, WorldError
+from evenly.stopping import STOP_KEY
+from evenly.store import connect
 from evenly.testing import run_ranks
+from evenly.variables import read_place
 from trainings import adamw, difference, digits, made, network, outcome
 
 Numbers = dict[str, Any]
+VALIDATION = digits(length=99)
 
 
 class Interrupt(Callback):
@@ -462,3 +468,49 @@ def test_a_signal_without_checkpoints_ends_the_run_as_ever(world: evenly.World) 
             assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
     made(callbacks=[Ask()]).fit(digits(), steps=2)
+
+
+@pytest.mark.parametrize(("often", "when"), [("epoch", 23), (5, 5)])
+def test_a_request_during_an_evaluation_ends_it_and_it_is_made_when_the_run_goes_on(
+    tmp_path: Path, often: Any, when: int
+) -> None:
+    """Whether it is the last evaluation of the run or not, on one rank, which the others hear."""
+
+    class Data(Dataset[Any]):
+        def __init__(self, trainers: list[evenly.Trainer]) -> None:
+            self.read, self.trainers = 0, trainers
+
+        def __len__(self) -> int:
+            return 99
+
+        def __getitem__(self, place: int) -> Any:
+            (trainer,) = self.trainers
+            if trainer.step == when and trainer.world.rank == 0 and not self.read:
+                self.read += 1
+                store = connect(read_place(os.environ), timedelta(seconds=10))
+                store.set(STOP_KEY, "SIGTERM")  # as `evenly run` does
+                time.sleep(1)
+            return tuple(tensor[place] for tensor in VALIDATION.tensors)
+
+    def run(folder: Path | None, harm: bool) -> tuple[Any, Any]:
+        trainer = made(folder=folder, batch_size=64, workers=0, save_every=1000)
+        validate = Data([trainer]) if harm else VALIDATION
+        code = None
+        try:
+            resume: Any = folder and "auto"
+            trainer.fit(digits(), validate, epochs=1, validate_every=often, resume=resume)
+        except SystemExit as left:
+            code = left.code
+        return code, outcome(trainer)
+
+    def program() -> list[Any]:
+        first = run(tmp_path, True)
+        connect(read_place(os.environ), timedelta(seconds=10)).delete_key(STOP_KEY)
+        evenly.barrier()
+        return [first, run(tmp_path, False), run(None, False)]
+
+    for first, again, whole in run_ranks(program, 2):
+        assert first[0] == 75
+        assert len(first[1]["history"].get("validation/loss", [])) == 0
+        assert again[0] is None
+        assert difference(again[1], whole[1]) <= 1e-12

@@ -48,6 +48,7 @@ def state_of(trainer: Trainer, plan: Plan) -> dict[str, Any]:
             "position": trainer.position,
             "step": trainer.step,
             "epoch_loss": trainer.epoch_loss,
+            "owes_evaluation": trainer.owes_evaluation,
             "plan": _plan(plan),
             "seed": trainer.seed,
             "processes": trainer.world.size,
@@ -105,6 +106,7 @@ def _go_on(trainer: Trainer, plan: Plan, saved: Checkpoint) -> None:
     _load_callbacks(trainer, saved)
     trainer.epoch, trainer.position, trainer.step = run["epoch"], run["position"], run["step"]
     trainer.epoch_loss = tuple(run["epoch_loss"])
+    trainer.owes_evaluation = run["owes_evaluation"]
     trainer.history = History()
     for name, (steps, values) in saved.part("history").items():
         for step, value in zip(steps.tolist(), values.tolist(), strict=True):

@@ -215,6 +215,7 @@ class Trainer:
         self._stage_metrics: dict[str, Any] = {}
         self._update: Update | None = None
         self._told = self._closed = False
+        self.owes_evaluation = False  # of this step, which was interrupted
         self.stop_wanted = self.stopped = False
         self._save_every = every("save_every", save_every, timed=True)
         self._plan: Plan | None = None
@@ -458,7 +459,9 @@ class Trainer:
         """
         return 1.0 if self._update is None else self._update.share
 
-    def evaluate_stage(self, loader: Loader, stage: str) -> dict[str, Any]:
+    def evaluate_stage(
+        self, loader: Loader, stage: str, interrupted: Callable[[], bool] | None = None
+    ) -> dict[str, Any]:
         """Evaluate on one data set, with hooks; a meeting of all ranks."""
         self.hooks.call("on_evaluation_start", self, stage)
         before, self.averages = self.averages, Averages()
@@ -479,6 +482,7 @@ class Trainer:
                     samples=loader.plan.length,
                     meets=self._meets(),
                     averages=self.averages,
+                    interrupted=interrupted,
                 )
         finally:
             self.averages, self.part = before, part

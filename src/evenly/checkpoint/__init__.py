@@ -8,7 +8,8 @@ folder      sealing, finding those that are whole
 retention   which ones stay
 best        which points are among the best, and so are saved
 reading     a checkpoint, tensor by tensor
-weights     a model's tensors, from a checkpoint or from elsewhere
+sources     weights in a run, a checkpoint, or files of other tools
+weights     loading them into a model, exporting them to one file
 """
 
 from evenly.checkpoint.folder import CheckpointFolder

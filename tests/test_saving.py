@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,13 +49,13 @@ class At(Callback):
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """A disk that does not answer until it is told to."""
     answer = threading.Event()
-    original = storage.entry_of
+    original = safetensors.torch.save_file
 
-    def entry_of(file: Path) -> storage.Entry:
+    def save_file(*args: Any) -> None:
         assert answer.wait(30)
-        return original(file)
+        original(*args)
 
-    monkeypatch.setattr(storage, "entry_of", entry_of)
+    monkeypatch.setattr(safetensors.torch, "save_file", save_file)
     return answer
 
 

@@ -94,6 +94,8 @@ class Trainer:
     """This rank's part of the step that is going on."""
     total_steps: int
     """What `fit` is to reach."""
+    epoch_length: int
+    """Steps of an epoch."""
 
     def __init__(
         self,
@@ -120,7 +122,7 @@ class Trainer:
         clip_norm: float | None = None,
         nonfinite: Nonfinite = "stop",
         callbacks: Sequence[Any] = (),
-        progress: bool = True,
+        progress: bool | Literal["quiet"] = True,
         folder: str | os.PathLike[str] | None = None,
         save_every: int | str = "epoch",
         keep: int | Retention | None = 3,
@@ -192,7 +194,10 @@ class Trainer:
         self.train_measures = TrainMeasures(accepted_metrics(train_metrics, self.world))
         if not isinstance(callbacks, Sequence):
             raise SettingError(f"callbacks={callbacks!r}: give a list of callbacks.")
-        self.callbacks = [*callbacks, *([Progress()] if progress else [])]
+        if progress not in (True, False, "quiet"):
+            raise SettingError(f"progress={progress!r}: give True, 'quiet' or False.")
+        shown = [Progress(quiet=progress == "quiet")] if progress else []
+        self.callbacks = [*callbacks, *shown]
         self.hooks = Hooks(self.callbacks, self.world)
         self.model = self.evaluated = made_model(model, seed)
         place(self.model, self.world.device)
@@ -203,7 +208,7 @@ class Trainer:
         self._scheduling: dict[str, Any] = {"every": scheduler_every, "monitor": scheduler_monitor}
         self._scheduler = scheduler
         self._schedule: Schedule | None = None
-        self.epoch = self.position = self.step = self._epoch_length = 0
+        self.epoch = self.position = self.step = self.epoch_length = 0
         self.loss = float("nan")
         self.data_wait = 0.0
         self.part: Part | None = None
@@ -556,17 +561,17 @@ class Trainer:
                 "fit(..., resume='auto'), or give the Trainer another folder."
             )
         together(lambda: go_on(self, plan, saved))
-        self._epoch_length = plan.steps
+        self.epoch_length = plan.steps
 
     def _check_position(self, length: int) -> None:
         """A run that stands within an epoch can only go on with an epoch of the same length."""
-        if self.position and self._epoch_length != length:
+        if self.position and self.epoch_length != length:
             raise SettingError(
-                f"the run stands at step {self.position} of an epoch of {self._epoch_length} "
+                f"the run stands at step {self.position} of an epoch of {self.epoch_length} "
                 f"steps, and this data set gives {length}. Go on with the data set that it began "
                 "with, or make a new Trainer."
             )
-        self._epoch_length = length
+        self.epoch_length = length
 
     def _tell(self, batch_size: int) -> None:
         if self.world.rank or self._told:

@@ -40,8 +40,8 @@ class Witness(Callback):
 
     ranks = "every"
 
-    def __init__(self, folder: Path, *, slow: float = 0.0) -> None:
-        self._folder, self._slow = folder, slow
+    def __init__(self, folder: Path, *, slow: float = 0.0, pause: float = 0.0) -> None:
+        self._folder, self._slow, self._pause = folder, slow, pause
         self._file = -1
         self._who = (0, 1)
 
@@ -59,30 +59,53 @@ class Witness(Callback):
 
     def on_evaluation_start(self, trainer: evenly.Trainer, stage: str) -> None:
         self._say("evaluation", trainer.step)
-        if self._slow:
-            time.sleep(self._slow)
+        end = time.monotonic() + self._pause
+        while time.monotonic() < end:
+            time.sleep(0.01)
 
     def _say(self, phase: str, *numbers: int) -> None:
         words = [phase, self._who[0], self._who[1], *numbers]
         os.write(self._file, (" ".join(map(str, words)) + "\n").encode())
 
 
-def marathon(folder: Path, *, steps: int = STEPS, save_every: int = 9, slow: float = 0.0) -> None:
-    """The digits, in float64, with evaluation; rank 0 writes the weights when it is done."""
+def marathon(
+    folder: Path,
+    *,
+    steps: int = STEPS,
+    save_every: int = 9,
+    slow: float = 0.0,
+    pause: float = 0.0,
+    idle: str = "",
+    timeout: float = 30,
+) -> None:
+    """The digits, in float64, with evaluation; rank 0 writes the weights when it is done.
+
+    ``slow`` seconds a step and a ``pause`` in each evaluation; ``idle`` for 20 s "before" the world
+    is open, or "after".
+    """
     torch.set_num_threads(1)
+    if idle == "before":
+        _idle(folder)
     trainer = made(
-        callbacks=[Witness(folder, slow=slow)],
+        callbacks=[Witness(folder, slow=slow, pause=pause)],
         folder=folder / "run",
         save_every=save_every,
         keep=2,
-        timeout=30,
+        timeout=timeout,
     )
+    if idle == "after":
+        _idle(folder)
     trainer.fit(digits(), digits(length=99), steps=steps, validate_every=20, resume="auto")
     if trainer.world.rank == 0:
         history = {name: list(series.values) for name, series in trainer.history.items()}
         result = {"weights": trainer.model.state_dict(), "history": history}
         torch.save(result, folder / "result.new")
         (folder / "result.new").rename(folder / "result.pt")
+
+
+def _idle(folder: Path) -> None:
+    (folder / f"idle-{os.environ.get('RANK', '0')}").touch()
+    time.sleep(20)
 
 
 class Numbered(nn.Module):
@@ -147,6 +170,10 @@ class Ranks:
         alive = [pid for pid in self.pids if pid not in self.codes]
         self.codes |= {int(p): c for p, c in self._nursery.ask(poll=alive).items()}
         return [pid for pid in alive if pid not in self.codes]
+
+    def whole(self) -> bool:
+        """Whether none has ended."""
+        return len(self.running()) == len(self.pids)
 
     def wait(self, limit: float = 60.0) -> list[int]:
         """The exit codes in the order of ranks; whoever has not ended by then hangs."""

@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -17,26 +17,12 @@ import pytest
 import torch
 
 from evenly.checkpoint import CheckpointFolder
-from faults import PARTIAL, STEPS, Nursery, nursery
+from faults import PARTIAL, STEPS, Nursery
 from soak import share
 from test_launcher import Launched
 from trainings import difference
 
 PHASES = ("start", "step", "save", "evaluation")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Nursery]:
-    with nursery() as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def undisturbed(ranks: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    started = ranks.start("marathon", 1, folder)
-    assert started.wait() == [0], started.log()
-    return folder
 
 
 def records(folder: Path) -> list[list[str]]:
@@ -58,13 +44,13 @@ def samples(folder: Path) -> dict[int, dict[tuple[str, int], dict[int, list[int]
     return found
 
 
-def check_finished(folder: Path, undisturbed: Path) -> None:
-    """The numbers of the undisturbed run; each step made of its own samples, each once."""
+def check_finished(folder: Path, left_alone: Path) -> None:
+    """The numbers of the run left alone; each step made of its own samples, each once."""
     found, expected = (
-        torch.load(path / "result.pt", weights_only=True) for path in (folder, undisturbed)
+        torch.load(path / "result.pt", weights_only=True) for path in (folder, left_alone)
     )
     assert difference(found, expected) <= 1e-12
-    plan = {step: groups[next(iter(groups))][0] for step, groups in samples(undisturbed).items()}
+    plan = {step: groups[next(iter(groups))][0] for step, groups in samples(left_alone).items()}
     assert sorted(plan) == list(range(1, STEPS + 1))
     for epoch in range(STEPS // 23):
         steps = range(23 * epoch + 1, 23 * epoch + 24)
@@ -120,7 +106,7 @@ def strike(
     return ""
 
 
-def disturbed(ranks: Nursery, folder: Path, seed: int, kills: int) -> list[str]:
+def disturbed(nursery: Nursery, folder: Path, seed: int, kills: int) -> list[str]:
     """A run that is killed again and again, rank by rank or whole, and started again on another
     number of processes; what was hit.
     """
@@ -128,11 +114,11 @@ def disturbed(ranks: Nursery, folder: Path, seed: int, kills: int) -> list[str]:
     hit: list[str] = []
     while not (folder / "result.pt").exists():
         size = dice.randint(1, 5)
-        started = ranks.start("marathon", size, folder)
+        started = nursery.start("marathon", size, folder)
         phase = ""
         if len(hit) < kills:
             run = str(started.run)
-            phase = strike(folder, dice, run, lambda: len(started.running()) == size, 0.4)
+            phase = strike(folder, dice, run, started.whole, 0.4)
         if not phase:
             codes = started.wait(60)
             assert set(codes) == {0}, started.log()
@@ -148,11 +134,11 @@ def disturbed(ranks: Nursery, folder: Path, seed: int, kills: int) -> list[str]:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_random_kills_change_nothing(
-    ranks: Nursery, undisturbed: Path, tmp_path: Path, seed: int
+    nursery: Nursery, left_alone: Path, tmp_path: Path, seed: int
 ) -> None:
-    hit = disturbed(ranks, tmp_path, seed, kills=5)
+    hit = disturbed(nursery, tmp_path, seed, kills=5)
     assert len(hit) >= 3, hit
-    check_finished(tmp_path, undisturbed)
+    check_finished(tmp_path, left_alone)
 
 
 def launched(folder: Path, seed: int, kills: int, most: int) -> list[str]:
@@ -176,9 +162,7 @@ def launched(folder: Path, seed: int, kills: int, most: int) -> list[str]:
         try:
             phase = ""
             if len(hit) < kills:
-                phase = strike(
-                    folder, dice, variables["RUN"], lambda: run.process.poll() is None, 6.0
-                )
+                phase = strike(folder, dice, variables["RUN"], run.alive, 6.0)
             if not phase:
                 assert run.end(90) == 0, run.errors()
                 continue
@@ -203,28 +187,28 @@ def launched(folder: Path, seed: int, kills: int, most: int) -> list[str]:
     return hit
 
 
-def test_random_kills_of_a_launched_run_change_nothing(undisturbed: Path, tmp_path: Path) -> None:
+def test_random_kills_of_a_launched_run_change_nothing(left_alone: Path, tmp_path: Path) -> None:
     hit = launched(tmp_path, 3, kills=2, most=3)
     assert len(hit) == 2
-    check_finished(tmp_path, undisturbed)
+    check_finished(tmp_path, left_alone)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(100, 100 + share(100)))
 def test_random_kills_change_nothing_for_long(
-    ranks: Nursery, undisturbed: Path, tmp_path: Path, seed: int
+    nursery: Nursery, left_alone: Path, tmp_path: Path, seed: int
 ) -> None:
-    disturbed(ranks, tmp_path, seed, kills=12)
-    check_finished(tmp_path, undisturbed)
+    disturbed(nursery, tmp_path, seed, kills=12)
+    check_finished(tmp_path, left_alone)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(500, 500 + share(100)))
 def test_random_kills_of_launched_runs_change_nothing_for_long(
-    undisturbed: Path, tmp_path: Path, seed: int
+    left_alone: Path, tmp_path: Path, seed: int
 ) -> None:
     launched(tmp_path, seed, kills=4, most=5)
-    check_finished(tmp_path, undisturbed)
+    check_finished(tmp_path, left_alone)
 
 
 # A kill in the middle of a save. Every number in the model is the step it was saved at.
@@ -270,13 +254,13 @@ def written(partial: Path) -> int:
 
 
 def killed_in_save(
-    ranks: Nursery, folder: Path, *, megabytes: float, part: float, whole: bool, size: int
+    nursery: Nursery, folder: Path, *, megabytes: float, part: float, whole: bool, size: int
 ) -> tuple[int, int]:
     """Kill one rank, or all, when the save of step 4 has written ``part`` of its bytes; then
     (step, number) of what is loaded.
     """
     (folder / "megabytes").write_text(str(megabytes))
-    started = ranks.start(
+    started = nursery.start(
         "numbered", size, folder, steps=4, save_every=2, megabytes=megabytes, keep=1
     )
     expected = megabytes * 2**20
@@ -295,9 +279,9 @@ def killed_in_save(
 
 @pytest.mark.parametrize(("part", "whole"), [(0.0, True), (0.3, False), (0.6, True), (1.0, False)])
 def test_a_kill_in_a_save_leaves_the_one_before_or_the_new_one(
-    ranks: Nursery, tmp_path: Path, part: float, whole: bool
+    nursery: Nursery, tmp_path: Path, part: float, whole: bool
 ) -> None:
-    step, number = killed_in_save(ranks, tmp_path, megabytes=16, part=part, whole=whole, size=2)
+    step, number = killed_in_save(nursery, tmp_path, megabytes=16, part=part, whole=whole, size=2)
     assert step in (2, 4)
     assert number == step
 
@@ -306,8 +290,8 @@ def test_a_kill_in_a_save_leaves_the_one_before_or_the_new_one(
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("part", [i / (share(20)) for i in range(share(20) + 1)])
 def test_a_kill_at_any_part_of_a_large_save_leaves_the_one_before_or_the_new_one(
-    ranks: Nursery, tmp_path: Path, part: float, whole: bool
+    nursery: Nursery, tmp_path: Path, part: float, whole: bool
 ) -> None:
-    step, number = killed_in_save(ranks, tmp_path, megabytes=200, part=part, whole=whole, size=3)
+    step, number = killed_in_save(nursery, tmp_path, megabytes=200, part=part, whole=whole, size=3)
     assert step in (2, 4)
     assert number == step

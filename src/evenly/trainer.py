@@ -538,6 +538,11 @@ class Trainer:
             )
         together(lambda: go_on(self, plan, saved))
         self._epoch_length = plan.steps
+        if self.world.rank == 0:
+            sys.stderr.write(
+                f"evenly: going on after step {self.step}, from {saved.path}; what was done since "
+                "then is done again.\n"
+            )
 
     def _check_position(self, length: int) -> None:
         """A run that stands within an epoch can only go on with an epoch of the same length."""

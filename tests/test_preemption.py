@@ -52,7 +52,7 @@ PHASES = ("step", "save", "evaluation")
 def test_one_rank_or_all_may_be_asked_in_any_phase(
     nursery: Nursery, left_alone: Path, tmp_path: Path
 ) -> None:
-    """Without a launcher of ours, as under srun; in the end it has the numbers of one left alone."""
+    """Without a launcher of ours, as under srun; in the end, the numbers of a run left alone."""
     steps = [0]
     for index, phase in enumerate(PHASES):
         for who in ("one", "all"):

@@ -4,7 +4,6 @@ are there, and has the numbers of a run that was left alone.
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from faults import free_port
+from faults import Nursery, free_port
 from soak import share
 from test_kills import check_finished, furthest
 from test_launcher import Launched, start
@@ -62,7 +61,7 @@ class Cluster:
 
 
 def test_a_machine_joins_and_both_stop_as_asked(
-    start: Callable[..., Launched], left_alone: Path, tmp_path: Path
+    start: Callable[..., Launched], nursery: Nursery, left_alone: Path, tmp_path: Path
 ) -> None:
     cluster = Cluster(start, tmp_path, 2, slow=0.05)
     first = cluster.machine()
@@ -72,8 +71,8 @@ def test_a_machine_joins_and_both_stop_as_asked(
     second.signal(signal.SIGTERM)
     assert [first.end(), second.end()] == [75, 75], (first.errors(), second.errors())
     assert "another machine joined or left" in first.errors()
-    # The rest, on one process and without machines to wait for.
-    assert os.path.exists(tmp_path / "run")
+    assert nursery.start("marathon", 3, tmp_path).wait() == [0] * 3
+    check_finished(tmp_path, left_alone)
 
 
 @pytest.mark.soak

@@ -138,7 +138,7 @@ def numbered(
         save_every=save_every,
         check_loss=False,
         progress=False,
-        timeout=30,
+        timeout=12,
         **options,
     )
     trainer.fit(digits(length=8), steps=steps, resume="auto")

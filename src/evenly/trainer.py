@@ -25,7 +25,7 @@ from evenly.errors import EvenlyWarning, SettingError
 from evenly.evaluation import evaluate
 from evenly.fetching import Collate
 from evenly.fitting import Fit
-from evenly.guarding import guarded
+from evenly.guarding import finishing, guarded
 from evenly.layers import SyncBatchNorm
 from evenly.loader import Loader
 from evenly.matching import OnDifference, match_buffers, place, repair
@@ -347,8 +347,12 @@ class Trainer:
         )
         self.stop_wanted = self.stopped = False
         self._plan = loader.plan
-        saves = NOTHING if self.saver is None else contextlib.closing(self.saver)
-        with saves, self._guarded([loader, *stages.values()]), streams_kept(), requests or NOTHING:
+        with (
+            finishing(self.saver),
+            self._guarded([loader, *stages.values()]),
+            streams_kept(),
+            requests or NOTHING,
+        ):
             try:
                 for module in self._trained():
                     if not module.training:  # else parts of it are in eval mode on purpose
@@ -562,6 +566,11 @@ class Trainer:
             )
         together(lambda: go_on(self, plan, saved))
         self.epoch_length = plan.steps
+        if self.world.rank == 0:
+            sys.stderr.write(
+                f"evenly: going on after step {self.step}, from {saved.path}; what was done since "
+                "then is done again.\n"
+            )
 
     def _check_position(self, length: int) -> None:
         """A run that stands within an epoch can only go on with an epoch of the same length."""

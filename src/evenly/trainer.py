@@ -58,6 +58,8 @@ from evenly.training.schedule import Factory, Schedule
 from evenly.training.update import Update, UpdateSettings
 from evenly.training.verdict import Nonfinite, Verdict
 from evenly.tree import leaves
+from evenly.watchdog.activity import activity
+from evenly.watchdog.limits import checked
 from evenly.world import World, join_world
 
 NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -129,6 +131,8 @@ class Trainer:
         device: str | None = None,
         backend: str | None = None,
         timeout: float = 600.0,
+        hang_report: float | None = None,
+        hang_timeout: float | None = None,
     ) -> None:
         """
         Model and loss:
@@ -163,7 +167,14 @@ class Trainer:
           check_loss: try the loss on halves of the first batch where a step is split.
           on_difference: "repair" models that differ between ranks by rank 0's, or "refuse".
           device, backend, timeout: as for `evenly.open_world`, where none is open.
+          hang_report: seconds after which a rank that does not move is reported (not given:
+            EVENLY_HANG_REPORT, else 60); hang_timeout: after which the run is ended if others wait
+            for it (not given: EVENLY_HANG_TIMEOUT, else the timeout). 0 is never.
         """
+        activity.given = (
+            checked("hang_report", hang_report),
+            checked("hang_timeout", hang_timeout),
+        )
         self.world = join_world(device=device, backend=backend, timeout=timeout)
         self.seed = seed
         self.batch_size = batch_size
@@ -215,6 +226,7 @@ class Trainer:
             if keep is not None and keep < 1:
                 raise SettingError(f"keep={keep}: give 1 or more, or None to keep all.")
             self.checkpoints = CheckpointFolder(Path(folder) / "checkpoints", keep=keep)
+        activity.folder = "" if folder is None else str(Path(folder).absolute())
 
     def fit(
         self,
@@ -330,7 +342,12 @@ class Trainer:
             streams=streams,
         )
         self.stop_wanted = self.stopped = False
-        with self._guarded([loader, *stages.values()]), streams_kept(), requests or NOTHING:
+        with (
+            activity.within("start-up"),
+            self._guarded([loader, *stages.values()]),
+            streams_kept(),
+            requests or NOTHING,
+        ):
             try:
                 for module in self._trained():
                     if not module.training:  # else parts of it are in eval mode on purpose
@@ -380,6 +397,7 @@ class Trainer:
                 return self._recipe.predict(model, part.data)
 
         with (
+            activity.within("prediction"),
             self._guarded([loader]),
             streams_kept(),
             torch.no_grad(),
@@ -422,7 +440,8 @@ class Trainer:
     def save(self, plan: Plan) -> None:
         """A checkpoint of this point between two steps; a meeting of all ranks."""
         if self.checkpoints is not None:
-            self.checkpoints.save(self.step, state_of(self, plan))
+            with activity.within("saving"):
+                self.checkpoints.save(self.step, state_of(self, plan))
 
     @property
     def loss_module(self) -> nn.Module | None:
@@ -453,7 +472,7 @@ class Trainer:
                 match_buffers(module)
         metrics = self._stage_metrics.setdefault(stage, measured.copies(self._metrics))
         try:
-            with streams_kept():
+            with streams_kept(), activity.within("evaluation", stage):
                 seed_streams(self.seed, "evaluation", self.world.rank)
                 values = evaluate(
                     loader.epoch(0),

@@ -22,13 +22,11 @@ import evenly
 from evenly.callbacks import Callback
 
 ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-# A plan of words for each attempt, separated by "/".
-PLANS = " ".join(sys.argv[1:]).split("/")
+# What is planted in each attempt, separated by "/".
+PLAN = dict(enumerate(" ".join(sys.argv[1:]).split("/"))).get(ATTEMPT, "")
 PLANTED = {
     (phase, int(rank), int(step)): (how, float(seconds))
-    for phase, rank, step, how, seconds in (
-        word.split(":") for word in (PLANS[ATTEMPT] if ATTEMPT < len(PLANS) else "").split()
-    )
+    for phase, rank, step, how, seconds in (word.split(":") for word in PLAN.split())
 }
 RANK = int(os.environ["RANK"])
 

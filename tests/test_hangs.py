@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import socket
 import subprocess
@@ -110,10 +109,10 @@ PLACES = {
         r"in a callback \(on_step_end of Hang\), at step 2 of epoch 1\.",
         "on_step_end",
     ),
-    ("evaluation", 0, 8): (r"in evaluation \(validation\), at step 3 of epoch 1", "in evaluate"),
-    ("evaluation data", 1, 8): (r"waiting for data of evaluation, at step 3 of epoch 1", "evaluate"),
-    ("saving", 0, 8): (r"saving a checkpoint, at step 3 of epoch 1\.", "state_dict"),
-    ("prediction", 1, 12): (r"in prediction, at step 3 of epoch 2\.", "in predict"),
+    ("evaluation", 0, 8): (r"in evaluation \(validation\), after 8 steps", "in evaluate"),
+    ("evaluation data", 1, 8): (r"waiting for data of evaluation, after 8 steps", "evaluate"),
+    ("saving", 0, 8): (r"saving a checkpoint, after 8 steps\.", "state_dict"),
+    ("prediction", 1, 12): (r"in prediction, after 12 steps\.", "in predict"),
     ("program", 0, 0): (r"in the program's own code\.", "hanging.py"),
     ("start-up", 1, 0): (r"", "hanging.py"),
 }
@@ -134,6 +133,7 @@ def test_hangs_in_each_phase_are_named_and_the_last_one_ends_the_run(tmp_path: P
         assert run.wait() == [124]
         for phase, rank, step in planted:
             check_named(run, phase, rank, step, 1.5 + LATE)
+            run.delay(f"planted {phase} {rank} {step}", rf"evenly: rank {rank} moved on\.")
         # One that holds Python's lock: silent, its phase and step known all the same.
         silent = (
             r"evenly: rank 1 has given no sign of life for .*: in the step, at step 2 of epoch 2 "
@@ -156,7 +156,7 @@ def test_hangs_in_each_phase_are_named_and_the_last_one_ends_the_run(tmp_path: P
 
 def test_a_stopped_rank_0_is_named_the_run_ended_restarted_and_finished(tmp_path: Path) -> None:
     options = ("-n", "2", "--hang-report", "1.5", "--hang-timeout", "3", "--restarts", "1")
-    words = ("callback:0:6:stop:0", "/", "start-up:1:0:sleep:9")
+    words = ("callback:0:6:stop:0", "/", "start-up:1:0:sleep:8")
     with launched(tmp_path, *options, PROGRAM, *words) as run:
         assert run.wait() == [0]
         stopped = (
@@ -166,5 +166,68 @@ def test_a_stopped_rank_0_is_named_the_run_ended_restarted_and_finished(tmp_path
         assert run.delay("planted callback 0 6", stopped) <= 1.5 + LATE
         assert run.delay("planted callback 0 6", r"restarting \(1 of 1\)") <= 3 + 2 + LATE
         # Before the world is open a rank is named, and nobody is ended.
-        check_named(run, "start-up", 1, 0, 9)
+        check_named(run, "start-up", 1, 0, 8)
         assert run.text.count("finished") == 2
+
+
+def plain(
+    folder: Path, *words: str, report: str, timeout: str
+) -> contextlib.AbstractContextManager[Run]:
+    """Two processes that nobody launched: rank 0 serves the store, and they watch each other."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "EVENLY_HANG_REPORT": report,
+        "EVENLY_HANG_TIMEOUT": timeout,
+    }
+    command = [sys.executable, PROGRAM, *words]
+    return running([(command, {**common, "RANK": str(rank)}) for rank in range(2)], folder)
+
+
+def test_without_a_launcher_a_stuck_rank_is_named_and_the_run_ended(tmp_path: Path) -> None:
+    with plain(tmp_path, "callback:1:6:loop:60", report="1.5", timeout="4") as run:
+        assert run.wait() == [124, 124]
+        report = r"rank 1 has not moved for .*in a callback \(on_step_end of Hang\), at step 2 of"
+        assert run.delay("planted callback 1 6", report) <= 1.5 + LATE
+        assert "on_step_end" in run.stack_after(report)
+        assert run.text.count("rank 1 was stuck for") == 1
+
+
+@pytest.mark.soak
+def test_without_a_launcher_a_stopped_rank_0_which_serves_the_store_is_named(
+    tmp_path: Path,
+) -> None:
+    with plain(tmp_path, "callback:0:6:stop:0", report="1.5", timeout="4") as run:
+        assert run.processes[1].wait(100) == 124
+        report = r"evenly: rank 0, which serves the store, has not answered for"
+        assert run.delay("planted callback 0 6", report) <= 1.5 + LATE
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["sleep", "loop", "stop", "lock"])
+@pytest.mark.parametrize(("phase", "rank", "step"), list(PLACES))
+def test_every_phase_and_kind_of_hang_is_named_in_time(
+    phase: str, rank: int, step: int, how: str, tmp_path: Path
+) -> None:
+    """The bar: named within the time that was set and 5 seconds, and ended (after a first step)."""
+    limit = 3.0
+    begun = phase not in ("start-up", "program")
+    options = ("-n", "3", "--hang-report", str(limit), "--hang-timeout", "6")
+    with launched(tmp_path, *options, PROGRAM, f"{phase}:{rank}:{step}:{how}:3600") as run:
+        place = PLACES[phase, rank, step][0].replace(r" \(validation\)", "( .*)?")
+        place = place.replace(r" \(on_step_end of Hang\)", "( .*)?").removesuffix(r"\.")
+        report = rf"evenly: rank {rank} has (not moved for|not opened|given no sign) .*{place}"
+        deadline = time.monotonic() + 120
+        while not re.search(report, run.text.partition(f"planted {phase}")[2]):
+            assert time.monotonic() < deadline, run.text
+            time.sleep(0.05)
+        delay = run.delay(f"planted {phase} {rank} {step}", report)
+        print(f"{phase:16} {how:6} rank {rank} named after {delay:.1f} s of {limit:g} + {LATE:g}")
+        assert delay <= limit + LATE
+        if begun:
+            assert run.wait() == [124]
+            assert re.search(rf"evenly: rank {rank} was stuck for .*exit code 124", run.text)

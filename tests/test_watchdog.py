@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +48,7 @@ USUAL = Beat(
 )
 
 
-def standings(*changes: dict[str, object] | None, silent: float = 0.0) -> list[Standing]:
+def standings(*changes: Mapping[str, Any] | None) -> list[Standing]:
     """Ranks that differ from the usual by this; None has not opened the world."""
     return [
         Standing(rank, None, 100.0)
@@ -56,7 +58,7 @@ def standings(*changes: dict[str, object] | None, silent: float = 0.0) -> list[S
             dataclasses.replace(
                 USUAL, rank=rank, **{k: v for k, v in change.items() if k != "silent"}
             ),
-            float(change.get("silent", silent)),  # type: ignore[arg-type]
+            change.get("silent", 0.0),
         )
         for rank, change in enumerate(changes)
     ]
@@ -136,8 +138,7 @@ def test_a_rank_that_has_not_opened_the_world_is_named_once_another_has() -> Non
     assert found is not None
     assert (stuck(found), found.end) == ([1], False)
     assert words.report(found, {}, {}) == (
-        "rank 1 has not opened the world 100 s after its start. "
-        "Rank 0 waits for it in open_world."
+        "rank 1 has not opened the world 100 s after its start. Rank 0 waits for it in open_world."
     )
     # also one that left the first world and does not come to the second
     late = standings({**opening, "idle": 90.0, "world": 2}, {"phase": "left", "idle": 80.0})

@@ -61,6 +61,7 @@ class Fit:
 
     def run(self) -> None:
         trainer = self._trainer
+        activity.begin()
         self._hooks.call("on_run_start", trainer)
         while not self._done():
             self._epoch()

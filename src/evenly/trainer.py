@@ -440,6 +440,7 @@ class Trainer:
     def save(self, plan: Plan) -> None:
         """A checkpoint of this point between two steps; a meeting of all ranks."""
         if self.checkpoints is not None:
+            activity.at(self.epoch, self.position, self.step)
             with activity.within("saving"):
                 self.checkpoints.save(self.step, state_of(self, plan))
 
@@ -464,6 +465,7 @@ class Trainer:
 
     def evaluate_stage(self, loader: Loader, stage: str) -> dict[str, Any]:
         """Evaluate on one data set, with hooks; a meeting of all ranks."""
+        activity.at(self.epoch, self.position, self.step)
         self.hooks.call("on_evaluation_start", self, stage)
         before, self.averages = self.averages, Averages()
         part, self.part = self.part, None

@@ -111,13 +111,16 @@ class World:
         group: Any = self.group
         return 0 if group is None else int(group._get_sequence_number_for_group())
 
-    def watch(self, place: Place) -> None:
-        """Let this rank give signs of life from now on, where somebody can look at them."""
+    def watch(self, place: Place, store: dist.Store | None = None) -> None:
+        """Let this rank give signs of life from now on, where somebody can look at them; the
+        first one at once, if there is a ``store`` for it.
+        """
         if self._watching is None:
             self._watching = watching(
                 place,
                 world=_opens[place.attempt],
                 timeout=self.timeout,
+                store=store,
                 facts=lambda: (self.collectives, self._gpu_memory()),
             )
 
@@ -258,8 +261,9 @@ class World:
     def _open_group(self, place: Place, backend: str | None) -> None:
         limit = timedelta(seconds=self.timeout)
         prefix = f"evenly/{place.attempt}/{_opens[place.attempt]}"
-        self.store = dist.PrefixStore(prefix, connect(place, limit))
-        self.watch(place)
+        store = connect(place, limit)
+        self.store = dist.PrefixStore(prefix, store)
+        self.watch(place, store)
         self.backend = self._arrive(backend)
         ears = dist.PrefixStore(prefix, connect(place, limit))
         if place.one_machine:

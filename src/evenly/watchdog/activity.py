@@ -64,7 +64,7 @@ class Activity:
         self.epoch = self.position = self.step = 0
         """Of the step that is being made: its epoch, its place in it, and the steps before it."""
         self.made = 0
-        """Steps that this process has made."""
+        """Steps that this process has made in this training."""
         self.moves = 0
         """A number that grows whenever something begins or ends."""
         self.allowed = 0.0
@@ -97,6 +97,11 @@ class Activity:
         self.epoch, self.position, self.step = epoch, position, step
         box = self.box
         box[1], box[2], box[3], box[4] = epoch, position, step, self.made
+
+    def begin(self) -> None:
+        """A training begins: its first step may compile, and its pace is its own."""
+        self.made = 0
+        self.samples.clear()
 
     def record(self, path: str) -> None:
         """Keep a black box at this path from now on. A forked process has one of its own."""

@@ -84,7 +84,8 @@ def key_of(attempt: str, rank: int) -> str:
 
 class Beats:
     """The thread. ``facts`` gives (collectives, bytes of GPU memory), ``beside`` is called after
-    each beat with the store, where ranks watch each other.
+    each beat with the store, where ranks watch each other. With a ``store`` the first beat is given
+    at once, in the thread that makes this: who has one has come to open the world.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Beats:
         attempt: str,
         world: int,
         limits: Limits,
+        store: dist.Store | None,
         facts: Callable[[], tuple[int, int | None]],
         beside: Callable[[dist.Store], None] | None = None,
     ) -> None:
@@ -111,6 +113,9 @@ class Beats:
         self._leaves = False
         self.asking_since: float | None = None
         """When the exchange with the store that is going on began."""
+        if store is not None:
+            with contextlib.suppress(RuntimeError):
+                store.set(self._key, self._beat().packed())
         self._thread = threading.Thread(target=self._run, name="evenly-beats", daemon=True)
         self._thread.start()
 

@@ -31,6 +31,7 @@ EXIT_CODE = 124
 """How a run exits that was ended because a rank was stuck: as `timeout` does."""
 
 _LEASE = 3  # beats
+_ASKING = 2.0  # seconds that a look at the others may take, stacks included
 
 
 class Peers:
@@ -39,7 +40,11 @@ class Peers:
     def __init__(self, *, rank: int, size: int, attempt: str, limits: Callable[[], Limits]) -> None:
         self._rank, self._attempt, self._limits = rank, attempt, limits
         self._watcher = Watcher(
-            size=size, attempt=attempt, say=_say, stack_of=self._stack_of, writes=True
+            size=size,
+            attempt=attempt,
+            say=lambda text: _say(text),
+            stack_of=self._stack_of,
+            writes=True,
         )
         self._store: dist.Store | None = None
         self._lease = ("", time.monotonic())
@@ -75,7 +80,7 @@ class Peers:
     def _set_timer(self, seconds: float) -> None:
         with contextlib.suppress(OSError, ValueError, AttributeError):  # no standard error
             if seconds and sys.__stderr__ is not None:
-                faulthandler.dump_traceback_later(max(seconds, 1.0), file=sys.__stderr__)
+                faulthandler.dump_traceback_later(seconds + _ASKING, file=sys.__stderr__)
                 self._timer = True
 
     def _watches(self, store: dist.Store, beat: float) -> bool:
@@ -87,8 +92,8 @@ class Peers:
             self._lease = (current, now)
         elif current.partition(" ")[0] != str(self._rank):
             # Lower ranks first, so that there is one message, and usually rank 0's.
-            patience = (_LEASE if current else 0) + self._rank * 0.5
-            if now - since < patience * beat:
+            lease = max(_LEASE * beat, _ASKING) if current or self._rank else 0.0
+            if now - since < lease + self._rank * 0.5 * beat:
                 return False
             return self._take(store, key, current)
         if current.partition(" ")[0] == str(self._rank):

@@ -46,6 +46,7 @@ class Watcher:
         self._seen: dict[int, tuple[tuple[int, int], float]] = {}
         self._patience = Patience()
         self._reported: tuple[object, ...] | None = None
+        self._suspected: tuple[tuple[object, ...] | None, float] = (None, 0.0)
         self._named: list[int] = []
         self._report = ""
         self._stacks: dict[int, str] = {}
@@ -54,7 +55,7 @@ class Watcher:
     def look(self, store: dist.Store) -> Finding | None:
         """Report what is wrong; a finding that is to end the run, if there is one."""
         found, now = self.update(store), time.monotonic()
-        finding = judge(self.standings)
+        finding = self._confirmed(judge(self.standings), now)
         if finding is None:
             self._moved_on()
         elif finding.incident != self._reported:
@@ -63,6 +64,18 @@ class Watcher:
         if self._writes:
             self._write(finding)
         return finding if finding is not None and finding.end else None
+
+    def _confirmed(self, finding: Finding | None, now: float) -> Finding | None:
+        """A finding that has lasted for two beats: just after a rank moved on, the beats of those
+        that waited for it are still old.
+        """
+        if finding is None:
+            self._suspected = (None, now)
+            return None
+        if finding.incident != self._suspected[0]:
+            self._suspected = (finding.incident, now)
+        beat = max(min(1.0, s.beat.report / 4) for s in self.standings if s.beat is not None)
+        return finding if now - self._suspected[1] >= 2 * beat else None
 
     def update(self, store: dist.Store) -> dict[int, beats.Beat]:
         """Take in the beats."""

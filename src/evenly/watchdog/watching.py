@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 
+import torch.distributed as dist
+
 from evenly.store import connect
 from evenly.variables import Place
 from evenly.watchdog.activity import activity
@@ -37,6 +39,7 @@ def watching(
     *,
     world: int,
     timeout: float,
+    store: dist.Store | None,
     facts: Callable[[], tuple[int, int | None]],
 ) -> Watching | None:
     """Begin to give signs of life; None for a process that is alone, with nobody to look."""
@@ -57,6 +60,7 @@ def watching(
         attempt=place.attempt,
         world=world,
         limits=defaults,
+        store=store,
         facts=facts,
         beside=peers.beside if peers is not None else None,
     )

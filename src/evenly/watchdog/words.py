@@ -16,7 +16,7 @@ def where(standing: Standing) -> str:
     beat = standing.beat
     if beat is None:
         return _NOWHERE
-    at = f"at step {beat.position} of epoch {beat.epoch}"
+    at, after = f"at step {beat.position} of epoch {beat.epoch}", f"after {beat.step} steps"
     doing = f" ({beat.doing})" if beat.doing else ""
     if beat.waits == EVERYBODY and beat.doing:
         doing = f" (in {beat.doing})"
@@ -26,17 +26,18 @@ def where(standing: Standing) -> str:
         case "program":
             return f"in the program's own code{doing}"
         case "data":
-            of = "" if beat.doing == "step" else f" of {_stage(beat.doing)}"
-            return f"waiting for data{of}, {at}"
+            if beat.doing in ("step", ""):
+                return f"waiting for data, {at}"
+            return f"waiting for data of {_stage(beat.doing)}, {after}"
         case "step":
             return f"in the step{doing}, {at}"
         case "callback":
             return f"in a callback{doing}, {at}"
         case "saving":
-            return f"saving a checkpoint{doing}, {at}"
+            return f"saving a checkpoint{doing}, {after}"
         case "left":
             return "outside the world, which it has left"
-    return f"in {beat.phase}{doing}, {at}"
+    return f"in {beat.phase}{doing}, {after}"
 
 
 def report(finding: Finding, stacks: dict[int, str], notes: dict[int, str]) -> str:
@@ -104,12 +105,13 @@ def _waiting(finding: Finding) -> str:
 def _wait(standing: Standing) -> str:
     beat = standing.beat
     assert beat is not None
-    at = f" of step {beat.position} of epoch {beat.epoch}" if beat.made or beat.step else ""
-    if beat.doing and beat.phase != "data":
-        return f"{beat.doing}{at}" if beat.phase != "start-up" else beat.doing
+    at = f" of step {beat.position} of epoch {beat.epoch}"
+    if beat.waits is not None and beat.doing:
+        where = "" if beat.phase in ("start-up", "program") else f", in {_stage(beat.phase)}"
+        return f"{beat.doing}{where}"
     if beat.phase == "step":
         return f"the exchange of gradients{at}"
-    return f"{_stage(beat.phase)}{at}"
+    return _stage(beat.phase)
 
 
 def _apart(finding: Finding, stacks: dict[int, str]) -> str:
@@ -135,7 +137,8 @@ def _stacks(stacks: dict[int, str]) -> str:
 
 
 def _stage(phase: str) -> str:
-    return {"step": "training", "program": "the program's own code"}.get(phase, phase)
+    words = {"step": "training", "program": "the program's own code", "callback": "a callback"}
+    return words.get(phase, phase)
 
 
 def _sentence(text: str) -> str:

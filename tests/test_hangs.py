@@ -216,7 +216,7 @@ def test_every_phase_and_kind_of_hang_is_named_in_time(
     """The bar: named within the time that was set and 5 seconds, and ended (after a first step)."""
     limit = 3.0
     begun = phase not in ("start-up", "program")
-    options = ("-n", "3", "--hang-report", str(limit), "--hang-timeout", "6")
+    options = ("-n", "2", "--hang-report", str(limit), "--hang-timeout", "6")
     with launched(tmp_path, *options, PROGRAM, f"{phase}:{rank}:{step}:{how}:3600") as run:
         place = PLACES[phase, rank, step][0].replace(r" \(validation\)", "( .*)?")
         place = place.replace(r" \(on_step_end of Hang\)", "( .*)?").removesuffix(r"\.")

@@ -78,8 +78,9 @@ class Watch:
         rank = standing.rank
         key = f"evenly/{self._meeting.token}/watch/stack/{rank}"
         if rank in self._workers:
-            stack = stacks.ask(self._workers[rank], stack_file(self._files[rank]))
-            note = stacks.state_of(self._workers[rank], silent=standing.is_silent)
+            pid, file = self._workers[rank], stack_file(self._files[rank])
+            note = stacks.state_of(pid, silent=standing.is_silent)
+            stack = "" if stacks.cannot_answer(pid) else stacks.ask(pid, file)
             if self._store is not None and len(self._workers) < self._watcher.size:
                 self._store.set(key, f"{note}\n{stack}")
             return stack, note

@@ -32,7 +32,7 @@ class Stopwatch:
         """The batch is there."""
         activity.sample = False
         self.runs = True
-        self._waited = 0.0
+        self._waited = self._ready = 0.0
         if self._gpu:
             self._events = (_event(), _event())
             self._events[0].record()
@@ -59,10 +59,10 @@ class Stopwatch:
         if self._late is not None and self._late[1].query():
             first, last, waited = self._late
             activity.samples.append((waited + first.elapsed_time(last) / 1e3, waited))
-        self._late = (*self._events, data) if self._events is not None else None
+        ended = self._events if self._ready else None
+        self._late = None if ended is None else (*ended, data)
 
     def _mark(self, gradient: Tensor) -> None:
-        self._ready = 0.0
         torch.autograd.Variable._execution_engine.queue_callback(self._own_work_is_done)
 
     def _own_work_is_done(self) -> None:

@@ -47,7 +47,7 @@ def ask(pid: int, path: Path, *, wait: float = 2.0) -> str:
     workers = []
     for child in _children(pid):
         begin = _size(path)
-        text = _told(path, begin, child, wait / 4)
+        text = _told(path, begin, child, wait / 8)
         if text:
             workers.append(f"Its process {child}:\n{tidy(text)}")
     return "\n".join([tidy(own), *workers] if own else workers)
@@ -79,19 +79,30 @@ def _is_ours(block: str) -> bool:
 
 def state_of(pid: int, *, silent: bool) -> str:
     """What the kernel says of a process that does not move, or is even ``silent``, in words."""
-    if not sys.platform.startswith("linux"):
-        return ""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "its process is gone"
+    state = _state(pid)
     return {
         "T": "its process is stopped, as by SIGSTOP or Ctrl-Z; SIGCONT lets it go on",
         "t": "its process is held by a debugger",
         "D": "its process waits for a disk or a network drive",
         "R": "its process computes and holds Python's lock" if silent else "",
         "Z": "its process is dead",
+        "gone": "its process is gone",
     }.get(state, "")
+
+
+def cannot_answer(pid: int) -> bool:
+    """Whether a process is stopped or dead, so that it writes no stack."""
+    return _state(pid) in ("T", "t", "Z", "gone")
+
+
+def _state(pid: int) -> str:
+    """The kernel's letter for the state of a process; "" where there is none."""
+    if not sys.platform.startswith("linux"):
+        return ""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "gone"
 
 
 def _told(path: Path, before: int, pid: int, wait: float) -> str:
@@ -125,4 +136,4 @@ def _children(pid: int) -> list[int]:
     with contextlib.suppress(OSError, ValueError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             found += [int(word) for word in (task / "children").read_text().split()]
-    return found[:8]
+    return found[:4]

@@ -208,6 +208,21 @@ def test_without_a_launcher_a_stopped_rank_0_which_serves_the_store_is_named(
 
 
 @pytest.mark.soak
+def test_two_machines_both_name_the_stuck_rank_and_both_end(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    where = ("--rendezvous", f"127.0.0.1:{port}", "--address", "127.0.0.1", "--job", "hangs")
+    options = ("-n", "1", "--nodes", "2", *where, "--hang-report", "3", "--hang-timeout", "7")
+    command = [*EVENLY_RUN, *options, PROGRAM, "callback:1:6:sleep:600"]
+    with running([(command, {}), (command, {})], tmp_path) as run:
+        assert run.wait() == [124, 124]
+        assert run.text.count("evenly: rank 1 has not moved for") == 2
+        assert run.text.count("in on_step_end") == 2
+        assert run.text.count("evenly: rank 1 was stuck for") == 2
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("how", ["sleep", "loop", "stop", "lock"])
 @pytest.mark.parametrize(("phase", "rank", "step"), list(PLACES))
 def test_every_phase_and_kind_of_hang_is_named_in_time(

@@ -27,7 +27,7 @@ from evenly.errors import LaunchError
 from evenly.launcher import failures, rendezvous
 from evenly.launcher.failures import Ending
 from evenly.launcher.output import Output
-from evenly.launcher.rendezvous import Rendezvous
+from evenly.launcher.rendezvous import Meeting, Rendezvous
 from evenly.launcher.settings import Settings
 from evenly.launcher.signals import Signals, kill_groups
 from evenly.launcher.surroundings import SIGNALS_VARIABLE, Surroundings
@@ -43,6 +43,8 @@ _GRACE = 2
 # How long to wait for the cause when the first ranks to fail only noticed another's failure: it
 # may still be closing files and connections before it can say what happened to it.
 _CAUSE = 3.0
+# How long the other machines may take to hear that a hang is ended, before this one leaves.
+_HEARD = 1.5
 
 
 class Agent(LocalElasticAgent):
@@ -94,6 +96,9 @@ class Agent(LocalElasticAgent):
             self._fail(worker_group)
         elif self._watch is not None and self._watch.hung is not None:
             self._end_hang(worker_group, self._watch.hung)
+        elif self._watch is not None and self._watch.elsewhere is not None:
+            time.sleep(2 * _HEARD)  # this one may serve the store, which the other still needs
+            self._tell(self._watch.elsewhere, codes)
         elif None in codes.values():
             return RunResult(state=WorkerState.HEALTHY)
         # All have ended, so torch only counts: its own way of ending workers takes 30 seconds.
@@ -178,6 +183,7 @@ class Agent(LocalElasticAgent):
         )
         if (worker_group.group_world_size or 1) > 1 and self._signals.meeting is not None:
             failures.publish(cause, self._signals.meeting)
+            time.sleep(_HEARD)
         self._tell(cause, self._exit_codes(worker_group))
 
     def _tell(self, cause: Ending, codes: dict[int, int | None]) -> None:
@@ -207,7 +213,7 @@ class Agent(LocalElasticAgent):
                 if meeting is not None:
                     failures.publish(cause, meeting)
                 return cause
-            told = failures.published(meeting) if meeting is not None else None
+            told = _published(meeting) if meeting is not None else None
             if told is not None:
                 return told
             others = meeting is not None or None in codes.values()
@@ -270,6 +276,12 @@ def say(line: str, *, before: str = "") -> None:
     with suppress(OSError):  # nobody reads it any more
         sys.stderr.write(f"{before}evenly: {line}\n")
         sys.stderr.flush()
+
+
+def _published(meeting: Meeting) -> Ending | None:
+    with suppress(RuntimeError):
+        return failures.published(meeting.connect())
+    return None
 
 
 def _first_line(error: BaseException) -> str:

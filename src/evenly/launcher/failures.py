@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Literal
 from evenly.wording import ranks
 
 if TYPE_CHECKING:
+    from torch.distributed import Store
+
     from evenly.launcher.rendezvous import Meeting
 
 Kind = Literal["own", "signal", "hang", "lost", "other"]
@@ -85,10 +87,9 @@ def publish(cause: Ending, meeting: "Meeting") -> None:
         meeting.connect().compare_set(_KEY, "", json.dumps(asdict(cause)))
 
 
-def published(meeting: "Meeting") -> Ending | None:
+def published(store: "Store") -> Ending | None:
     """What another machine told, if it did."""
     with suppress(RuntimeError):
-        store = meeting.connect()
         if store.check([_KEY]):
             return Ending(**json.loads(store.get(_KEY)) | {"elsewhere": True})
     return None

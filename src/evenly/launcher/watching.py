@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from evenly.launcher import failures
+from evenly.launcher.failures import Ending
 from evenly.launcher.rendezvous import Meeting
 from evenly.watchdog import stacks
 from evenly.watchdog.blackbox import Recorded, look
@@ -46,7 +48,10 @@ class Watch:
             box_of=self._box_of,
             writes=0 in workers,
         )
+        self._alone = len(workers) == size
         self.hung: Finding | None = None
+        self.elsewhere: Ending | None = None
+        """A hang for which another machine's launcher ends the run."""
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="evenly-watch", daemon=True)
         self._thread.start()
@@ -67,6 +72,10 @@ class Watch:
         with contextlib.suppress(RuntimeError):  # the store is gone: on another machine, with it
             self._store = self._meeting.connect()
             while not self._end.wait(_LOOK):
+                told = None if self._alone else failures.published(self._store)
+                if told is not None and told.kind == "hang":
+                    self.elsewhere = told
+                    return
                 self.hung = self._watcher.look(self._store)
                 if self.hung is not None:
                     return
@@ -81,7 +90,7 @@ class Watch:
             pid, file = self._workers[rank], stack_file(self._files[rank])
             note = stacks.state_of(pid, silent=standing.is_silent)
             stack = "" if stacks.cannot_answer(pid) else stacks.ask(pid, file)
-            if self._store is not None and len(self._workers) < self._watcher.size:
+            if self._store is not None and not self._alone:
                 self._store.set(key, f"{note}\n{stack}")
             return stack, note
         deadline = time.monotonic() + _ELSEWHERE

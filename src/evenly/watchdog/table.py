@@ -56,7 +56,6 @@ def write(folder: str, found: Mapping[str, Any]) -> None:
     path = Path(folder) / FILE
     partial = path.with_name(f".{FILE}.{os.getpid()}")
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(json.dumps(found))
         partial.replace(path)
 

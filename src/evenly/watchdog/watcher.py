@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -50,6 +52,7 @@ class Watcher:
         self._named: list[int] = []
         self._report = ""
         self._stacks: dict[int, str] = {}
+        self._folders: set[str] = set()
         self.standings: list[Standing] = []
 
     def look(self, store: dist.Store) -> Finding | None:
@@ -127,6 +130,10 @@ class Watcher:
     def _write(self, finding: Finding | None) -> None:
         folders = {s.beat.folder for s in self.standings if s.beat is not None and s.beat.folder}
         for folder in folders:
+            if folder not in self._folders:  # once: a folder that the user takes away stays away
+                self._folders.add(folder)
+                with contextlib.suppress(OSError):
+                    Path(folder).mkdir(parents=True, exist_ok=True)
             table.write(folder, self.table(finding))
 
     def table(self, finding: Finding | None = None) -> dict[str, Any]:

@@ -20,7 +20,9 @@ from evenly.training.averages import gathered
 from evenly.training.carrier import Wishes
 from evenly.training.every import Every
 from evenly.training.schedule import Schedule
+from evenly.training.stopwatch import Stopwatch
 from evenly.training.update import Outcome, Update
+from evenly.watchdog.activity import activity
 
 if TYPE_CHECKING:
     from evenly.trainer import Trainer
@@ -58,10 +60,12 @@ class Fit:
         self._streams = streams
         self._first = True  # of the epoch
         self._validated: dict[str, Any] = {}
+        self._stopwatch = Stopwatch(self._world)
         self._step_hooks = [self._hooks.has(name) for name in ("on_step_start", "on_step_end")]
 
     def run(self) -> None:
         trainer = self._trainer
+        activity.begin()
         if self._best is not None:
             self._best.look(trainer.stages)
         self._hooks.call("on_run_start", trainer)
@@ -70,7 +74,8 @@ class Fit:
             self._epoch()
         if self._saver is not None:
             self._save()
-            self._saver.settle()
+            with activity.within("saving"):
+                self._saver.settle()
         self._hooks.call("on_run_end", trainer)
 
     def _done(self) -> bool:
@@ -87,13 +92,17 @@ class Fit:
         self._update.refresh()  # that may have frozen or thawed parameters
         # The ranks' positions are equal by the way they came about, and steps carry a tag.
         parts = self._train.epoch(trainer.epoch, start=trainer.position, compare=False)
+        activity.enter("step")
         while not self._done():
+            activity.at(trainer.epoch, trainer.position, trainer.step)
             begin = time.perf_counter()
             part = next(parts, None)
             trainer.data_wait = time.perf_counter() - begin
             if part is None:
                 break
             self._step(part)
+            if self._stopwatch.runs:
+                self._stopwatch.stop(begin, trainer.data_wait)
             trainer.owes_evaluation = self._validate_every.after_step(trainer.step)
             self._evaluate_between_steps()
             if self._save_every.after_step(trainer.step):
@@ -122,13 +131,14 @@ class Fit:
             self._streams.watch(part.epoch, part.step)
         else:
             self._streams.seed(part.epoch, part.step)
-        outcome = self._update.step(part, self._wishes())
+        outcome = self._update.step(part, self._wishes(), self._stopwatch)
         if self._first:
             self._streams.look()
             self._first = False
         self._schedule.after_step()
         trainer.step += 1
         trainer.position += 1
+        activity.made += 1
         self._pending.append((trainer.step, outcome))
         self._settle(self._late)
         if self._step_hooks[1]:

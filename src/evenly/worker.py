@@ -30,6 +30,9 @@ from pathlib import Path
 
 from evenly.blame import blame, summary_of
 from evenly.lifeline import die_with_parent
+from evenly.watchdog.activity import activity
+from evenly.watchdog.files import FILES_VARIABLE, box_file, stack_file
+from evenly.watchdog.stacks import prepare
 
 # How long, in seconds, threads of a program that failed may go on.
 _THREADS_END = 5.0
@@ -43,6 +46,9 @@ def main(kind: str, target: str, arguments: list[str]) -> int:
     if launcher is not None:
         die_with_parent(int(launcher))
     faulthandler.enable()
+    if FILES_VARIABLE in os.environ:
+        prepare(str(stack_file(os.environ[FILES_VARIABLE])))
+        activity.record(str(box_file(os.environ[FILES_VARIABLE])))
     atexit.register(_leave, os.getpid())  # first in, so after the program's own
     sys.excepthook = _record
     try:

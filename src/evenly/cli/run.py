@@ -42,6 +42,21 @@ from evenly.launcher import run as run_processes
     help='What open_world() uses if the program does not say: "cpu", "cuda". Default: auto.',
 )
 @click.option(
+    "--hang-report",
+    type=float,
+    metavar="SECONDS",
+    help="Report a rank that has not moved for so long; 0: never. Default: 60.",
+)
+@click.option(
+    "--hang-timeout",
+    type=float,
+    metavar="SECONDS",
+    help=(
+        "End the run if others wait for such a rank for so long; 0: never. Default: as long as "
+        "ranks wait for each other (600)."
+    ),
+)
+@click.option(
     "--nodes",
     default="1",
     metavar="N|MIN:MAX",
@@ -75,6 +90,8 @@ def run(
     restarts: int,
     threads: int | None,
     device: str | None,
+    hang_report: float | None,
+    hang_timeout: float | None,
     nodes: str,
     rendezvous: str | None,
     address: str | None,
@@ -102,6 +119,8 @@ def run(
             restarts=restarts,
             threads=threads,
             device=device,
+            hang_report=hang_report,
+            hang_timeout=hang_timeout,
         )
     except SettingError as error:
         raise click.UsageError(str(error)) from error

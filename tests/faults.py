@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -181,7 +182,8 @@ class Ranks:
         while running := self.running():
             if time.monotonic() > deadline:
                 for pid in running:
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(pid, signal.SIGABRT)  # its stack goes to the log
+                time.sleep(2)
                 raise AssertionError(f"{len(running)} ranks hang after {limit} s: {self.log()}")
             time.sleep(0.01)
         return [self.codes[pid] for pid in self.pids]
@@ -280,6 +282,7 @@ def _forked(order: dict[str, Any], rank: int) -> int:
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    faulthandler.enable(file=log)
     code = 0
     try:
         PROGRAMS[order["start"]](Path(order["folder"]), **order["options"])

@@ -128,7 +128,7 @@ def disturbed(nursery: Nursery, folder: Path, seed: int, kills: int) -> list[str
         hit.append(f"{phase} {len(chosen)}/{size}")
         if phase == "start":  # one that never comes is waited for; schedulers end the others
             started.kill(*range(size))
-        started.wait(25)
+        started.wait(45)  # a rank that waits in the store notices when the timeout of 30 s passes
     return hit
 
 

@@ -52,7 +52,7 @@ class Fit:
         self._saver = trainer.saver
         self._best = None if self._saver is None else best(self._saver.folder)
         self._saved = trainer.step
-        self._save_due = False
+        self._save_due = self._save_called = False
         self._clock = time.monotonic()
         # On a GPU a step's news are read after the next one was launched, so nobody waits.
         self._late = int(self._world.device.type == "cuda")
@@ -107,6 +107,12 @@ class Fit:
             self._evaluate_between_steps()
             if self._save_every.after_step(trainer.step):
                 self._save_due = True
+            if self._save_called and self._saver is not None:
+                self._settle()
+                # Called for by the clock, or because the last one failed: that one is not tried
+                # again before it is due.
+                self._save_due |= self._saver.settle()
+                self._save_called, self._clock = False, time.monotonic()
             # After an epoch's last step it comes when that epoch has been evaluated.
             if self._save_due and trainer.position < len(self._train):
                 self._settle()
@@ -172,7 +178,7 @@ class Fit:
             if news.stop:
                 trainer.stopped = True
             if news.save:
-                self._save_due = True
+                self._save_called = True
 
     def _evaluate_between_steps(self) -> None:
         if self._trainer.owes_evaluation:

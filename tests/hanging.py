@@ -98,6 +98,6 @@ trainer = evenly.Trainer(
     device="cpu",
 )
 hang("program", 0)
-trainer.fit(Samples("data"), Samples("evaluation data"), epochs=3, resume="auto")
-trainer.predict(Samples("prediction data"))
+trainer.fit(Samples("data"), Samples("evaluation-data"), epochs=3, resume="auto")
+trainer.predict(Samples("prediction-data"))
 print("finished", flush=True)

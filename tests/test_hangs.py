@@ -110,7 +110,7 @@ PLACES = {
         "on_step_end",
     ),
     ("evaluation", 0, 8): (r"in evaluation \(validation\), after 8 steps", "in evaluate"),
-    ("evaluation data", 1, 8): (r"waiting for data of evaluation, after 8 steps", "evaluate"),
+    ("evaluation-data", 1, 8): (r"waiting for data of evaluation, after 8 steps", "evaluate"),
     ("saving", 0, 8): (r"saving a checkpoint, after 8 steps\.", "state_dict"),
     ("prediction", 1, 12): (r"in prediction, after 12 steps\.", "in predict"),
     ("program", 0, 0): (r"in the program's own code\.", "hanging.py"),

@@ -58,7 +58,7 @@ class Watch:
 
     def stop(self) -> None:
         self._end.set()
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=0.2)  # it may wait for a store that is gone, and is a daemon
 
     def last_places(self) -> str:
         """Where the ranks were when they were last heard of."""

@@ -12,6 +12,7 @@ from evenly.evaluation import flat
 from evenly.loader import Loader
 from evenly.matching import checksum, tell_apart
 from evenly.part import Part
+from evenly.record.counts import from_slots, in_slots
 from evenly.seeding import StepStreams
 from evenly.stopping import StopRequests
 from evenly.training.averages import gathered
@@ -78,9 +79,9 @@ class Fit:
         # The ranks' positions are equal by the way they came about, and steps carry a tag.
         parts = self._train.epoch(trainer.epoch, start=trainer.position, compare=False)
         while not self._done():
-            begin = time.perf_counter()
+            trainer.step_began = time.perf_counter()
             part = next(parts, None)
-            trainer.data_wait = time.perf_counter() - begin
+            trainer.data_wait = time.perf_counter() - trainer.step_began
             if part is None:
                 break
             self._step(part)
@@ -105,6 +106,7 @@ class Fit:
         else:
             self._streams.seed(part.epoch, part.step)
         outcome = self._update.step(part, self._wishes())
+        trainer.met = self._update.met
         if self._first:
             self._streams.look()
             self._first = False
@@ -162,11 +164,18 @@ class Fit:
             self._trainer.stopped = True
 
     def _end_of_epoch_news(self) -> list[float]:
-        """Whether any rank has logged something, and whether all have the same weights, at once."""
-        if self._world.size == 1:
-            return [float(bool(self._trainer.averages.numbers())), 0.0, 0.0]
-        own = checksum(self._trainer.model)
-        return largest([float(bool(self._trainer.averages.numbers())), own, -own])
+        """Whether any rank has logged something, whether all have the same weights, and what each
+        has counted for the record, at once.
+        """
+        trainer, size = self._trainer, self._world.size
+        own = checksum(trainer.model) if size > 1 else 0.0
+        news = [float(bool(trainer.averages.numbers())), own, -own]
+        if trainer.recorder is not None:
+            news += in_slots(trainer.recorder.counted(), self._world.rank, size)
+        found = largest(news)
+        if trainer.recorder is not None:
+            trainer.recorder.epoch_ended(trainer.epoch, from_slots(found[3:], size))
+        return found[:3]
 
     def _end_of_epoch(self) -> None:
         trainer = self._trainer

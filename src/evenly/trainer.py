@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from evenly import metrics as measured
 from evenly.callbacks.base import Hooks
 from evenly.callbacks.progress import Progress
+from evenly.callbacks.recorder import Recorder
 from evenly.checkpoint import CheckpointFolder
 from evenly.collectives import agree_on, any_rank, barrier
 from evenly.errors import EvenlyWarning, SettingError
@@ -92,6 +93,12 @@ class Trainer:
     """This rank's part of the step that is going on."""
     total_steps: int
     """What `fit` is to reach."""
+    plan: Plan | None
+    """Of the training data, while or after `fit`."""
+    recorder: Recorder | None
+    """Writes the run record, where there is a folder."""
+    options: dict[str, Any]
+    """The settings that the record shows."""
 
     def __init__(
         self,
@@ -185,7 +192,10 @@ class Trainer:
         self.train_measures = TrainMeasures(accepted_metrics(train_metrics, self.world))
         if not isinstance(callbacks, Sequence):
             raise SettingError(f"callbacks={callbacks!r}: give a list of callbacks.")
-        self.callbacks = [*callbacks, *([Progress()] if progress else [])]
+        self.recorder = None if folder is None else Recorder(Path(folder), self.world)
+        shown = [Progress()] if progress else []
+        last = [] if self.recorder is None else [self.recorder]
+        self.callbacks = [*callbacks, *shown, *last]
         self.hooks = Hooks(self.callbacks, self.world)
         self.model = self.evaluated = made_model(model, seed)
         place(self.model, self.world.device)
@@ -200,7 +210,9 @@ class Trainer:
         self.loss = float("nan")
         self.data_wait = 0.0
         self.part: Part | None = None
+        self.step_began = self.met = 0.0
         self.total_steps = 0
+        self.plan: Plan | None = None
         self.history = History()
         self.averages = Averages()
         self.epoch_loss = (0.0, 0.0)
@@ -215,6 +227,22 @@ class Trainer:
             if keep is not None and keep < 1:
                 raise SettingError(f"keep={keep}: give 1 or more, or None to keep all.")
             self.checkpoints = CheckpointFolder(Path(folder) / "checkpoints", keep=keep)
+        self.options = {
+            "batch_size": batch_size,
+            "microbatch": microbatch,
+            "seed": seed,
+            "shuffle": shuffle,
+            "tail": tail,
+            "workers": workers,
+            "precision": precision,
+            "clip_norm": clip_norm,
+            "nonfinite": nonfinite,
+            "save_every": save_every,
+            "loss": step if loss is None else loss,
+            "scheduler": scheduler,
+            "metrics": list(metrics or ()),
+            "train_metrics": list(train_metrics or ()),
+        }
 
     def fit(
         self,
@@ -268,6 +296,7 @@ class Trainer:
         if self.optimizer is None:
             raise SettingError("there is no optimizer to train with; give the Trainer one.")
         loader = self._loader(train, **self._training)
+        self.plan = loader.plan
         self._check_position(len(loader))
         self.total_steps = total_steps(
             epochs=epochs,
@@ -291,6 +320,7 @@ class Trainer:
                 "fit(validate_every=)": validate_every,
                 "how steps are made": self._settings,
                 "how often to save": self._save_every,
+                "whether there is a folder": self.checkpoints is not None,
                 "where the run stands (epoch, position, step)": stands,
             }
         )
@@ -422,7 +452,9 @@ class Trainer:
     def save(self, plan: Plan) -> None:
         """A checkpoint of this point between two steps; a meeting of all ranks."""
         if self.checkpoints is not None:
-            self.checkpoints.save(self.step, state_of(self, plan))
+            path = self.checkpoints.save(self.step, state_of(self, plan))
+            if self.recorder is not None:
+                self.recorder.saved(path, self.step)
 
     @property
     def loss_module(self) -> nn.Module | None:

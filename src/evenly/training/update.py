@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -93,6 +94,8 @@ class Update:
         self._replica: Replica | None = None
         self.share: Tensor | float = 1.0
         """Turns gradients of values inside the model, on this rank, into those of the mean."""
+        self.met = 0.0
+        """When this rank was done with the forward pass, before the others are waited for."""
         self._settle_parameters()
 
     def refresh(self) -> None:
@@ -169,6 +172,8 @@ class Update:
             found = agreed(self._found)
             self._rescale = found.rescale
             self._meets = found.meets if self._meets is None else self._meets
+        if last:
+            self.met = time.perf_counter()
         loss.backward()
 
     def _forward(self, run: Part, runs: int, last: bool, wishes: Wishes) -> Tensor:

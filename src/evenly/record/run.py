@@ -73,7 +73,7 @@ class Run:
     @property
     def seconds(self) -> float:
         """How long its launches took, without the time between them."""
-        return sum(launch["last"] - launch["time"] for launch in self.launches)
+        return float(sum(launch["last"] - launch["time"] for launch in self.launches))
 
     @property
     def state(self) -> State:

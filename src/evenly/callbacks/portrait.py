@@ -60,9 +60,9 @@ def launch_of(world: World) -> dict[str, Any]:
         "backend": world.backend,
         "threads": torch.get_num_threads(),
         "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0),
-        "program": sys.argv[0],
-        "arguments": sys.argv[1:],
     }
+    if not _started_by_us():
+        found |= {"program": sys.argv[0], "arguments": sys.argv[1:]}
     if world.device.type == "cuda":
         found["device_name"] = torch.cuda.get_device_name(world.device)
         found["cuda"] = torch.version.cuda
@@ -93,10 +93,16 @@ def _name(thing: Any) -> str:
     return "a lambda" if name == "<lambda>" else str(name)
 
 
+def _started_by_us() -> bool:
+    """A process of `launch`: its command line is no word of the user's."""
+    return Path(sys.argv[0]).name == "member.py" and "evenly" in Path(sys.argv[0]).parts
+
+
 def _git() -> dict[str, Any] | None:
     """The commit of the program's folder, and whether its files differ from it; None without."""
     program = Path(sys.argv[0])
-    folder = program.resolve().parent if program.is_file() else Path.cwd()
+    own = program.is_file() and not _started_by_us()
+    folder = program.resolve().parent if own else Path.cwd()
     commit = _asked(folder, "rev-parse", "HEAD")
     if not commit:
         return None

@@ -42,6 +42,7 @@ class Recorder(Callback):
 
     def __init__(self, folder: Path, world: World) -> None:
         self._world = world
+        self.folder = folder
         self._path = folder / FILE
         self._counts = Counts()
         self._digest = self._samples = 0

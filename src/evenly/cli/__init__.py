@@ -10,7 +10,9 @@ from evenly import __version__
 # module of that name here; loading one may load torch, which help does without.
 _COMMANDS = {
     "run": "Run a script or module on several processes.",
-    "demo": "Train on 1 to 4 processes and compare the numbers.",
+    "runs": "List and compare runs.",
+    "report": "Write runs as one HTML page.",
+    "demo": "Train on 1, 2 and 4 processes and compare the numbers.",
 }
 
 

@@ -12,6 +12,8 @@ FILE = "record.jsonl"
 VERSION = 1
 """Of the format. Kinds and names may be added to one; a change of meaning is a new one."""
 
+_BLOCK = 1000
+
 Entry = dict[str, Any]
 
 
@@ -42,22 +44,32 @@ class Tail:
             raise StorageError(f"{self.path} cannot be read: {error}") from None
         end = data.rfind(b"\n") + 1
         self.offset += end
-        found = []
-        for line in data[:end].splitlines():
-            entry = _parsed(line)
-            if entry is None:
-                self.damaged += 1
-            else:
-                found.append(entry)
+        found: list[Entry] = []
+        lines = data[:end].splitlines()
+        for begin in range(0, len(lines), _BLOCK):
+            found += self._block(lines[begin : begin + _BLOCK])
         return found
 
+    def _block(self, lines: list[bytes]) -> list[Entry]:
+        """Parsed as one list, which is quicker than line by line, unless one is damaged."""
+        try:
+            entries = json.loads(b"[" + b",".join(lines) + b"]")
+            if len(entries) != len(lines):
+                raise ValueError
+        except ValueError:
+            entries = [_parsed(line) for line in lines]
+        good = [
+            one for one in entries if isinstance(one, dict) and isinstance(one.get("kind"), str)
+        ]
+        self.damaged += len(lines) - len(good)
+        return good
 
-def _parsed(line: bytes) -> Entry | None:
+
+def _parsed(line: bytes) -> Any:
     try:
-        entry = json.loads(line)
+        return json.loads(line)
     except ValueError:
         return None
-    return entry if isinstance(entry, dict) and isinstance(entry.get("kind"), str) else None
 
 
 def record_of(path: Path) -> Path:

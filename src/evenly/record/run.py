@@ -20,6 +20,9 @@ State = Literal["running", "finished", "stopped", "failed", "killed", "empty"]
 # The writer touches the file twice a second; a network file system may show that late.
 _FRESH = 30.0
 
+# So that a long record is not held in memory line by line.
+_AT_ONCE = 2**18
+
 
 @dataclass
 class Run:
@@ -92,6 +95,7 @@ class Run:
         return time.time() - self.modified < _FRESH
 
     def apply(self, entries: Iterable[Entry]) -> None:
+        """Take these lines, the next ones of the record."""
         for entry in entries:
             if not self.launches and entry["kind"] != "launch":
                 continue  # there is no telling what it would mean
@@ -99,7 +103,7 @@ class Run:
             try:
                 if take is not None:
                     take(self, entry)
-                self.launches[-1]["last"] = max(self.launches[-1]["last"], entry["time"])
+                self.launches[-1]["last"] = float(entry["time"])
             except (KeyError, IndexError, TypeError, ValueError):
                 self.damaged += 1
 
@@ -134,7 +138,8 @@ class Run:
         for name, (steps, values) in entry["values"].items():
             if name not in self.series:
                 self.series[name] = Series()
-            self.series[name].extend(array("q", steps), _numbers(values))
+            if len(steps) == len(values):
+                self.series[name].extend(array("q", steps), _numbers(values))
 
     def _coverage(self, entry: Entry) -> None:
         plan = self.starts[-1].get("plan") if self.starts else None
@@ -159,7 +164,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     file = record_of(Path(path))
     run = Run(file, modified=file.stat().st_mtime)
     tail = Tail(file)
-    run.apply(tail.read())
+    while entries := tail.read(_AT_ONCE):
+        run.apply(entries)
     run.damaged += tail.damaged
     if not run.launches:
         raise StorageError(f"{file} has no line of a launch; it is empty, or no run record.")

@@ -98,13 +98,9 @@ def difference(runs: Sequence[Run], labels: Sequence[str]) -> Figure | None:
     """How far the losses of the steps are from the first run's, if there are several."""
     if len(runs) < 2 or "loss" not in runs[0].series:
         return None
-    first = dict(zip(runs[0].series["loss"].steps, runs[0].series["loss"].values, strict=True))
     lines, most = [], []
     for place, run in enumerate(runs[1:], 1):
-        gaps = Series()
-        for step, value in _points(run.series.get("loss")):
-            if step in first:
-                gaps.add(step, abs(value - first[step]))
+        gaps = _gaps(runs[0].series["loss"], run.series.get("loss", Series()))
         if len(gaps):
             lines.append(Line(place, "", gaps))
             most.append(f"{labels[place]}: at most {max(gaps.values):.1e}")
@@ -368,10 +364,7 @@ def _hover(
     lines: list[Line], labels: Sequence[str], several: bool, staged: bool
 ) -> tuple[Data, list[str]]:
     """What a pointer at a step shows: the value of every line that has one there."""
-    steps = sorted(set().union(*(line.series.steps for line in lines)))
-    rare = set().union(*(line.series.steps for line in lines if len(line.series) <= _HOVERS // 2))
-    thin = steps[:: max(1, len(steps) // _HOVERS)]
-    chosen = sorted({*thin, *rare, *steps[-1:]})
+    chosen = sorted(set().union(*(_places(line.series.steps) for line in lines)))
     names, columns = [], []
     for line in lines:
         stage = "each step" if line.stage == "step" else line.stage
@@ -387,6 +380,12 @@ def _hover(
         )
     rows = [list(row) for row in zip(chosen, *columns, strict=True)]
     return Data(columns=["step", *names], rows=rows), names
+
+
+def _places(steps: Sequence[int]) -> list[int]:
+    """Some of the steps: runs of one length give the same, so that they are shown together."""
+    every = -(-len(steps) // _HOVERS)
+    return [*steps[::every], steps[-1]] if len(steps) else []
 
 
 def _table(hover: Data, names: list[str]) -> tuple[list[str], list[list[str]]]:
@@ -443,13 +442,18 @@ def _ratio(one: Series, other: Series) -> Series:
     return found
 
 
-def _points(series: Series | None) -> list[tuple[int, float]]:
-    return [] if series is None else list(zip(series.steps, series.values, strict=True))
+def _gaps(one: Series, other: Series) -> Series:
+    """How far apart two are, at the steps that both have."""
+    _, here, there = np.intersect1d(one.steps, other.steps, return_indices=True)
+    found = Series()
+    values = np.abs(np.asarray(one.values)[here] - np.asarray(other.values)[there])
+    found.extend(np.asarray(one.steps)[here].tolist(), values.tolist())
+    return found
 
 
 def _positive(series: Series) -> Series:
     found = Series()
-    for step, value in _points(series):
+    for step, value in zip(series.steps, series.values, strict=True):
         if value > 0:
             found.add(step, value)
     return found

@@ -13,7 +13,7 @@ from evenly.record.summary import best, measured
 from evenly.report.figures import NOTHING, number
 
 # Making the order of so many samples again takes some seconds; what is beyond is not checked.
-_CHECKED = 30_000_000
+_CHECKED = 20_000_000
 _EPOCHS = 60
 _EVENTS = 200
 

@@ -64,7 +64,7 @@ def main() -> None:
             page = write_report(folders, Path(parent) / "report.html")
             seconds = time.perf_counter() - begin
             print(
-                f"{count} x {POINTS // count:,} points, {each:,} a line, record {size / 1e6:.0f} MB: "
+                f"{count} x {POINTS // count:,} points, {each:,} a line, {size / 1e6:.0f} MB: "
                 f"report in {seconds:.1f} s, {page.stat().st_size / 1e6:.2f} MB"
             )
 

@@ -104,7 +104,7 @@ class Run:
                 if take is not None:
                     take(self, entry)
                 self.launches[-1]["last"] = float(entry["time"])
-            except (KeyError, IndexError, TypeError, ValueError):
+            except (KeyError, IndexError, TypeError, ValueError, AttributeError):
                 self.damaged += 1
 
     def _launch(self, entry: Entry) -> None:
@@ -164,8 +164,10 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     file = record_of(Path(path))
     run = Run(file, modified=file.stat().st_mtime)
     tail = Tail(file)
-    while entries := tail.read(_AT_ONCE):
-        run.apply(entries)
+    before = -1
+    while tail.offset > before:
+        before = tail.offset
+        run.apply(tail.read(_AT_ONCE))
     run.damaged += tail.damaged
     if not run.launches:
         raise StorageError(f"{file} has no line of a launch; it is empty, or no run record.")

@@ -12,15 +12,14 @@
     const datasets = Object.fromEntries(
       Object.entries(chart.data).map(([name, data]) => [name, rows(data)]));
     const box = document.getElementById(`${chart.name}-chart`);
-    const embedded = await vegaEmbed(box, {...chart.spec, datasets}, {
+    // Vega gives its element a role of its own; that of the box is to stay.
+    const embedded = await vegaEmbed(box.appendChild(document.createElement("div")), {...chart.spec, datasets}, {
       mode: "vega-lite", renderer: "svg", actions: false, logLevel: 1, loader: offline, ast: false,
     });
     const view = embedded.view;
     box.dataset.drawn = "yes";
     if (!chart.zooms) return;
-    const steps = datasets.lines.map((row) => row.step);
-    const all = [steps.reduce((a, b) => Math.min(a, b)), steps.reduce((a, b) => Math.max(a, b))];
-    const own = {view, all, quiet: false};
+    const own = {view, all: chart.spec.encoding.x.scale.domain, quiet: false};
     views.push(own);
     view.addSignalListener("zoom_step", (_, domain) => {
       if (own.quiet) return;
@@ -35,23 +34,17 @@
     box.addEventListener("dblclick", () => zoom(own, "reset"));
   }
 
-  // A domain of null shows every step that the chart has.
   function show(own, domain) {
     own.quiet = true;
-    own.view.signal("zoom_step", domain ?? null).runAsync().finally(() => { own.quiet = false; });
+    own.view.signal("zoom_step", domain).runAsync().finally(() => { own.quiet = false; });
   }
 
   function zoom(own, act) {
-    if (act === "reset") {
-      for (const one of views) show(one, null);
-      return;
-    }
-    const [low, high] = (own.view.signal("zoom_step") ?? own.all).map(Number);
+    const [low, high] = own.view.signal("zoom_step") ?? own.all;
     const middle = (low + high) / 2;
     const half = ((high - low) / 2) * (act === "in" ? 0.5 : 2);
-    const wide = 2 * half >= own.all[1] - own.all[0];
-    const domain = wide ? null : [middle - half, middle + half];
-    for (const one of views) show(one, domain);
+    const wide = act === "reset" || 2 * half >= own.all[1] - own.all[0];
+    for (const one of views) show(one, wide ? own.all : [middle - half, middle + half]);
   }
 
   function theme() {

@@ -175,6 +175,7 @@ def _figure(
             len(runs),
             last=max(run.step for run in runs),
             powers=_powers(lines) if log else None,
+            room=_room(lines),
             after=after,
             events=bool(events),
         ),
@@ -200,10 +201,13 @@ def _spec(
     *,
     last: int,
     powers: list[float] | None,
+    room: list[float] | None,
     after: bool,
     events: bool,
 ) -> Spec:
     scale: Spec = {"type": "log"} if powers else {"zero": False, "nice": True}
+    if room and not powers:
+        scale["domain"] = room
     places = list(range(count))
     dashes = {"step": [1, 0], "train": [1, 0], "": [1, 0]}
     # Equal runs lie on each other: the first are drawn wide, so that all of them are seen.
@@ -349,6 +353,15 @@ def _kind(stage: str, lines: list[Line]) -> str:
     if all(len(line.series) == 1 for line in lines if line.stage == stage):
         return "point"
     return {"step": "line", "train": "dot"}.get(stage, "dashed")
+
+
+def _room(lines: list[Line]) -> list[float] | None:
+    """Around a number that never changes, which has no extent of its own."""
+    values = {value for line in lines for value in line.series.values if math.isfinite(value)}
+    if len(values) != 1:
+        return None
+    value = values.pop()
+    return sorted([0.0, 2 * value]) if value else [-1.0, 1.0]
 
 
 def _powers(lines: list[Line]) -> list[float]:

@@ -79,10 +79,10 @@ def _strip(place: int, entries: list[Entry], label: str) -> Figure:
     return Figure(
         name=f"ranks-{place}",
         title=f"Ranks{f': {label}' if label else ''}",
-        alt=f"A row of cells for each of {ranks} ranks, darker where the others wait. {said}",
+        alt=f"A row of cells for each of {ranks} ranks, coloured where the others wait. {said}",
         caption=(
-            f"{said} A cell is dark where a rank comes later than the others to their exchange: "
-            "it waited for data, or computed longer."
+            f"{said} The colour is how much of a step the others wait for a rank, because it comes "
+            "later to their exchange: it waited for data, or computed longer."
         ),
         spec={
             **frame(max(60, 22 * ranks) if ranks <= 16 else 6 * ranks),

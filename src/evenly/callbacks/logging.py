@@ -29,7 +29,7 @@ class Logger(Callback):
             raise SettingError(f"every={every!r}: give a number of steps, 1 or more.")
         self._every = every
         self._newcomers = Newcomers()
-        self._known = False
+        self._known = self._running = False
 
     def begin(self, trainer: Trainer, settings: Mapping[str, Any]) -> None:
         """A `fit` begins, at ``trainer.step``; the settings are plain values by name."""
@@ -45,6 +45,7 @@ class Logger(Callback):
         if not self._known:
             self._newcomers.skip(trainer.history)
             self._known = True
+        self._running = True
         self.begin(trainer, settings_of(trainer))
 
     def on_step_end(self, trainer: Trainer) -> None:
@@ -60,12 +61,12 @@ class Logger(Callback):
 
     def on_run_end(self, trainer: Trainer) -> None:
         self._pass_on(trainer)
+        self._running = False
         self.close()
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        if self._known:
-            self._pass_on(trainer)
-            self.close()
+        if self._running:
+            self.on_run_end(trainer)
 
     def _pass_on(self, trainer: Trainer) -> None:
         by_step: dict[int, dict[str, float]] = {}

@@ -47,7 +47,6 @@ class Run:
     redone: int = 0
     damaged: int = 0
     """Lines that made no sense, and were passed over."""
-    modified: float = 0.0
 
     @property
     def name(self) -> str:
@@ -92,7 +91,7 @@ class Run:
         launch = self.launches[-1]
         if launch.get("host") == socket.gethostname() and not _exists(launch.get("pid")):
             return False
-        return time.time() - self.modified < _FRESH
+        return time.time() - self.path.stat().st_mtime < _FRESH
 
     def apply(self, entries: Iterable[Entry]) -> None:
         """Take these lines, the next ones of the record."""
@@ -162,7 +161,7 @@ _TAKES = {
 def read_run(path: str | os.PathLike[str]) -> Run:
     """The run in a folder, or in the record itself; also one that is going on."""
     file = record_of(Path(path))
-    run = Run(file, modified=file.stat().st_mtime)
+    run = Run(file)
     tail = Tail(file)
     before = -1
     while tail.offset > before:

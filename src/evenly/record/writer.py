@@ -22,6 +22,8 @@ from evenly.record.reading import VERSION
 
 _PAUSE = 0.5
 """Seconds between writings: half of what a kill may lose."""
+_PATIENCE = 10.0
+"""Seconds that a run waits for a file system that does not answer."""
 
 
 class Writer:
@@ -72,13 +74,16 @@ class Writer:
         thread, self._thread = self._thread, None
         if thread is not None:
             self._ending.set()
-            thread.join()
+            thread.join(_PATIENCE)
         self.flush()
         self._tell()
 
     def flush(self) -> None:
         """Write what there is now."""
-        with self._lock:
+        if not self._lock.acquire(timeout=_PATIENCE):
+            self._problem = OSError(f"writing has taken longer than {_PATIENCE:g} seconds")
+            return
+        try:
             count = len(self._queue)
             lines = self._more() + self._queue[:count]
             del self._queue[:count]
@@ -90,6 +95,8 @@ class Writer:
             except OSError as error:
                 self._problem = error
                 self._queue[:0] = lines
+        finally:
+            self._lock.release()
 
     def _tell(self) -> None:
         if self._problem is not None and not self._told:

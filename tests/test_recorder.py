@@ -82,7 +82,7 @@ def test_a_run_that_ended_twice_and_was_resized_has_the_record_of_one_that_did_n
         assert entry["whole"]
     matrix = run.evaluations[-1]["values"]["confusion"]
     assert (run.evaluations[-1]["stage"], sum(map(sum, matrix))) == ("test", 99)
-    assert run.checkpoints[-1]["path"] == "step-000000024"
+    assert run.checkpoints[-1]["step"] == 24
     assert run.settings["optimizer"]["name"] == "SGD"
     assert run.settings["loss"] == "cross_entropy"
     assert run.launches[0]["torch"] == torch.__version__

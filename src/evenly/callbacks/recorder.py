@@ -6,6 +6,7 @@ checkpoint, so that no collective is added.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -182,9 +183,11 @@ class Recorder(Callback):
         if self._writer is not None:
             self._writer.flush()
 
-    def saved(self, path: Path, step: int) -> None:
+    def saved(self, step: int) -> None:
+        """A checkpoint is whole; said by the thread that wrote it, which this must not fail."""
         if self._writer is not None:
-            self._writer.add("checkpoint", step=step, path=path.name)
+            with contextlib.suppress(Exception):
+                self._writer.add("checkpoint", step=step)
 
     def state_dict(self) -> dict[str, Any]:
         """What the running epoch has used so far, on all ranks; call `gathered` before."""

@@ -26,8 +26,9 @@ LAYERS = [
         "wording",
         "storage",
         "surroundings",
+        "record",
     },
-    {"store", "board", "devices", "packing", "objective", "lines", "watchdog"},
+    {"report", "store", "board", "devices", "packing", "objective", "lines", "watchdog"},
     {"world"},
     {"turn", "meeting", "collectives", "parcel", "together", "stopping"},
     {"fetching", "copying", "part", "loader", "stepping", "layers", "data", "matching", "replica"},
@@ -125,6 +126,7 @@ assert "torch" not in sys.modules, "importing evenly imports torch"
 assert "numpy" not in sys.modules, "importing evenly imports numpy"
 evenly.Plan(length=10, batch_size=3)
 import evenly.permutation, evenly.variables, evenly.errors, evenly.cli
+import evenly.record.summary, evenly.report, evenly.cli.runs, evenly.cli.report
 assert "torch" not in sys.modules, "the plan needs torch"
 assert dict(os.environ) == environ, "the environment was changed"
 assert set(logging.root.manager.loggerDict) == loggers, "a logger was made"

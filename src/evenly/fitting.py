@@ -13,6 +13,7 @@ from evenly.evaluation import Interrupted, flat
 from evenly.loader import Loader
 from evenly.matching import checksum, tell_apart
 from evenly.part import Part
+from evenly.record.counts import from_slots, in_slots
 from evenly.resuming import about
 from evenly.seeding import StepStreams
 from evenly.stopping import StopRequests
@@ -95,14 +96,14 @@ class Fit:
         activity.enter("step")
         while not self._done():
             activity.at(trainer.epoch, trainer.position, trainer.step)
-            begin = time.perf_counter()
+            trainer.step_began = time.perf_counter()
             part = next(parts, None)
-            trainer.data_wait = time.perf_counter() - begin
+            trainer.data_wait = time.perf_counter() - trainer.step_began
             if part is None:
                 break
             self._step(part)
             if self._stopwatch.runs:
-                self._stopwatch.stop(begin, trainer.data_wait)
+                self._stopwatch.stop(trainer.step_began, trainer.data_wait)
             trainer.owes_evaluation = self._validate_every.after_step(trainer.step)
             self._evaluate_between_steps()
             if self._save_every.after_step(trainer.step):
@@ -132,6 +133,7 @@ class Fit:
         else:
             self._streams.seed(part.epoch, part.step)
         outcome = self._update.step(part, self._wishes(), self._stopwatch)
+        trainer.met = self._update.met
         if self._first:
             self._streams.look()
             self._first = False
@@ -216,11 +218,18 @@ class Fit:
             self._trainer.stopped = True
 
     def _end_of_epoch_news(self) -> list[float]:
-        """Whether any rank has logged something, and whether all have the same weights, at once."""
-        if self._world.size == 1:
-            return [float(bool(self._trainer.averages.numbers())), 0.0, 0.0]
-        own = checksum(self._trainer.model)
-        return largest([float(bool(self._trainer.averages.numbers())), own, -own])
+        """Whether any rank has logged something, whether all have the same weights, and what each
+        has counted for the record, at once.
+        """
+        trainer, size = self._trainer, self._world.size
+        own = checksum(trainer.model) if size > 1 else 0.0
+        news = [float(bool(trainer.averages.numbers())), own, -own]
+        if trainer.recorder is not None:
+            news += in_slots(trainer.recorder.counted(), self._world.rank, size)
+        found = largest(news)
+        if trainer.recorder is not None:
+            trainer.recorder.epoch_ended(trainer.epoch - 1, from_slots(found[3:], size))
+        return found[:3]
 
     def _end_of_epoch(self) -> None:
         """What was measured in it is added up when it has been evaluated: an evaluation that is

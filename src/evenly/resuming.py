@@ -42,6 +42,12 @@ def state_of(trainer: Trainer, plan: Plan) -> dict[str, Any]:
     does not matter how many there are when the run goes on.
     """
     assert trainer.optimizer is not None
+    recorder = trainer.recorder
+    counted = [] if recorder is None else recorder.counted()
+    ranks = all_gather_object((trainer.averages.numbers(), counted))
+    if recorder is not None:
+        recorder.gathered([counts for _, counts in ranks])
+        recorder.saving()
     return {
         "run": {
             "epoch": trainer.epoch,
@@ -60,7 +66,7 @@ def state_of(trainer: Trainer, plan: Plan) -> dict[str, Any]:
         "scheduler": trainer.scheduler_state(),
         "scaler": trainer.mixed.state_dict(),
         "callbacks": [[type(one).__name__, _state(one)] for one in trainer.callbacks],
-        "averages": added(all_gather_object(trainer.averages.numbers())),
+        "averages": added(numbers for numbers, _ in ranks),
         "metrics": trainer.train_measures.merged_state(),
         "history": {
             name: [

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from evenly import metrics as measured
 from evenly.callbacks.base import Hooks
 from evenly.callbacks.progress import Progress
+from evenly.callbacks.recorder import Recorder
 from evenly.checkpoint import CheckpointFolder, Retention
 from evenly.checkpoint.retention import retention
 from evenly.checkpoint.saving import OnSaveError, Saver
@@ -98,6 +99,10 @@ class Trainer:
     """What `fit` is to reach."""
     epoch_length: int
     """Steps of an epoch."""
+    recorder: Recorder | None
+    """Writes the run record, where there is a folder."""
+    options: dict[str, Any]
+    """The settings that the record shows."""
 
     def __init__(
         self,
@@ -208,7 +213,9 @@ class Trainer:
         if progress not in (True, False, "quiet"):
             raise SettingError(f"progress={progress!r}: give True, 'quiet' or False.")
         shown = [Progress(quiet=progress == "quiet")] if progress else []
-        self.callbacks = [*callbacks, *shown]
+        self.recorder = None if folder is None else Recorder(Path(folder), self.world)
+        last = [] if self.recorder is None else [self.recorder]
+        self.callbacks = [*callbacks, *shown, *last]
         self.hooks = Hooks(self.callbacks, self.world)
         self.model = self.evaluated = made_model(model, seed)
         place(self.model, self.world.device)
@@ -223,6 +230,7 @@ class Trainer:
         self.loss = float("nan")
         self.data_wait = 0.0
         self.part: Part | None = None
+        self.step_began = self.met = 0.0
         self.total_steps = 0
         self.history = History()
         self.averages = Averages()
@@ -242,7 +250,25 @@ class Trainer:
             self.saver = Saver(
                 self.checkpoints, self.world, background=async_save, on_error=on_save_error
             )
+            if self.recorder is not None:
+                self.saver.on_sealed = self.recorder.saved
         activity.folder = "" if folder is None else str(Path(folder).absolute())
+        self.options = {
+            "batch_size": batch_size,
+            "microbatch": microbatch,
+            "seed": seed,
+            "shuffle": shuffle,
+            "tail": tail,
+            "workers": workers,
+            "precision": precision,
+            "clip_norm": clip_norm,
+            "nonfinite": nonfinite,
+            "save_every": save_every,
+            "loss": step if loss is None else loss,
+            "scheduler": scheduler,
+            "metrics": list(metrics or ()),
+            "train_metrics": list(train_metrics or ()),
+        }
 
     def fit(
         self,
@@ -319,6 +345,7 @@ class Trainer:
                 "fit(validate_every=)": validate_every,
                 "how steps are made": self._settings,
                 "how often to save": self._save_every,
+                "whether there is a folder": self.checkpoints is not None,
                 "where the run stands (epoch, position, step)": stands,
             }
         )
@@ -464,6 +491,11 @@ class Trainer:
         activity.at(self.epoch, self.position, self.step)
         with activity.within("saving"):
             self.saver.save(about(self), state_of(self, self._plan))
+
+    @property
+    def plan(self) -> Plan | None:
+        """Of the training data, from the first `fit` on."""
+        return self._plan
 
     @property
     def loss_module(self) -> nn.Module | None:

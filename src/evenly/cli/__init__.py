@@ -11,7 +11,9 @@ from evenly import __version__
 _COMMANDS = {
     "run": "Run a script or module on several processes.",
     "export": "Write a run's weights to one file that plain torch reads.",
-    "demo": "Train on 1 to 4 processes and compare the numbers.",
+    "runs": "List and compare runs.",
+    "report": "Write runs as one HTML page.",
+    "demo": "Train on 1, 2 and 4 processes and compare the numbers.",
 }
 
 

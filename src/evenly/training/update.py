@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -95,6 +96,8 @@ class Update:
         self._replica: Replica | None = None
         self.share: Tensor | float = 1.0
         """Turns gradients of values inside the model, on this rank, into those of the mean."""
+        self.met = 0.0
+        """When this rank was done with the forward pass, before the others are waited for."""
         self._settle_parameters()
 
     def refresh(self) -> None:
@@ -182,6 +185,8 @@ class Update:
             found = agreed(self._found)
             self._rescale = found.rescale
             self._meets = found.meets if self._meets is None else self._meets
+        if last:
+            self.met = time.perf_counter()
         if timed is None:
             loss.backward()
         else:

@@ -14,7 +14,6 @@ from evenly.matching import checksum, tell_apart
 from evenly.part import Part
 from evenly.seeding import StepStreams
 from evenly.stopping import StopRequests
-from evenly.training.averages import gathered
 from evenly.training.carrier import Wishes
 from evenly.training.every import Every
 from evenly.training.schedule import Schedule
@@ -76,7 +75,9 @@ class Fit:
         self._hooks.call("on_epoch_start", trainer)
         self._update.refresh()  # that may have frozen or thawed parameters
         # The ranks' positions are equal by the way they came about, and steps carry a tag.
-        parts = self._train.epoch(trainer.epoch, start=trainer.position, compare=False)
+        parts = self._train.epoch(
+            trainer.epoch, start=trainer.position, compare=False, pieces=trainer.pieces
+        )
         while not self._done():
             begin = time.perf_counter()
             part = next(parts, None)
@@ -164,9 +165,9 @@ class Fit:
     def _end_of_epoch_news(self) -> list[float]:
         """Whether any rank has logged something, and whether all have the same weights, at once."""
         if self._world.size == 1:
-            return [float(bool(self._trainer.averages.numbers())), 0.0, 0.0]
+            return [float(bool(self._trainer.averages)), 0.0, 0.0]
         own = checksum(self._trainer.model)
-        return largest([float(bool(self._trainer.averages.numbers())), own, -own])
+        return largest([float(bool(self._trainer.averages)), own, -own])
 
     def _end_of_epoch(self) -> None:
         trainer = self._trainer
@@ -174,7 +175,7 @@ class Fit:
         total, weight = trainer.epoch_loss
         values: dict[str, Any] = {"loss": total / weight} if weight else {}
         logged, high, low = self._end_of_epoch_news()
-        values.update(gathered(trainer.averages, logged > 0))
+        values.update(trainer.averages.gathered(logged > 0))
         if high != -low:
             tell_apart(trainer.model, trainer.epoch)
         values.update(flat(trainer.train_measures.compute()))

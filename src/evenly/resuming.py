@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from evenly.checkpoint.folder import Checkpoint, load_into
 from evenly.checkpoint.plain import put_together
-from evenly.collectives import all_gather_object
 from evenly.errors import SettingError
 from evenly.permutation import VERSION as PERMUTATION
+from evenly.pieces import surroundings
 from evenly.plan import Plan
-from evenly.training.averages import added
 from evenly.training.history import History
 
 if TYPE_CHECKING:
@@ -40,6 +39,7 @@ def state_of(trainer: Trainer, plan: Plan) -> dict[str, Any]:
             "plan": _plan(plan),
             "seed": trainer.seed,
             "processes": trainer.world.size,
+            "pieces": trainer.piece_facts(),
             "torch": torch.__version__,
         },
         "model": _tensors(trainer.model),
@@ -48,7 +48,7 @@ def state_of(trainer: Trainer, plan: Plan) -> dict[str, Any]:
         "scheduler": trainer.scheduler_state(),
         "scaler": trainer.mixed.state_dict(),
         "callbacks": [[type(one).__name__, _state(one)] for one in trainer.callbacks],
-        "averages": added(all_gather_object(trainer.averages.numbers())),
+        "averages": trainer.averages.merged(),
         "metrics": trainer.train_measures.merged_state(),
         "history": {
             name: [
@@ -67,6 +67,7 @@ def go_on(trainer: Trainer, plan: Plan, saved: Checkpoint) -> None:
     assert trainer.optimizer is not None
     run = saved.part("run")
     _check_plan(run["plan"], _plan(plan), saved)
+    surroundings.check(run.get("pieces"), trainer.piece_facts(), str(saved.path.parent))
     load_into(_tensors(trainer.model), saved.state["model"], saved.tensor)
     if trainer.loss_module is not None:
         load_into(_tensors(trainer.loss_module), saved.state["loss"], saved.tensor)
@@ -80,8 +81,8 @@ def go_on(trainer: Trainer, plan: Plan, saved: Checkpoint) -> None:
     for name, (steps, values) in saved.part("history").items():
         for step, value in zip(steps.tolist(), values.tolist(), strict=True):
             trainer.history.add(name, step, value)
-    if trainer.world.rank == 0:  # added up over the ranks when they are read
-        trainer.averages.load(saved.part("averages"))
+    # What is not kept by piece is rank 0's: it is added up over the ranks when it is read.
+    trainer.averages.load(saved.part("averages"), mine=trainer.world.rank == 0)
     trainer.train_measures.load(saved.part("metrics"), mine=trainer.world.rank == 0)
 
 

@@ -165,8 +165,8 @@ class Pixels(nn.Module):
         self.embedding, self.place = nn.Embedding(18, 24), nn.Embedding(64, 24)
         self.block = nn.TransformerEncoderLayer(24, 2, 48, dropout=0.1, batch_first=True)
         self.head = nn.Linear(24, 18)
-        mask = torch.full((64, 64), float("-inf")).triu(1)
-        self.register_buffer("mask", mask)
+        self.mask: Tensor
+        self.register_buffer("mask", torch.full((64, 64), float("-inf")).triu(1))
 
     def forward(self, text: Tensor) -> Tensor:
         length = text.shape[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -74,7 +75,7 @@ def test_ranks_send_only_what_they_cannot_add_up_themselves(world: tuple[int, in
         nodes = cover(pieces, live, own)
         below = [p for start, stop in nodes for p in range(start, min(stop, live))]
         assert below == [p for p in own if p < live]
-        for left, right in zip(nodes, nodes[1:], strict=False):  # else they were one node
+        for left, right in pairwise(nodes):  # else they were one node
             assert all(halves(node) != (left, right) for node in _nodes((0, pieces)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 import evenly
 from evenly.callbacks import Callback
 from evenly.errors import EvenlyWarning, LossError, SettingError, WorldError
-from evenly.pieces import layout, surroundings
+from evenly.pieces import layout
+from evenly.pieces.holding import tell_of_differences
 from evenly.plan import split
 from evenly.testing import run_ranks
 from evenly.training.averages import PieceAverages
@@ -346,11 +348,21 @@ def test_a_run_does_not_go_on_with_other_pieces_or_threads(
         made(folder=tmp_path, **other).fit(small(50), steps=2, resume="auto")
 
 
-def test_going_on_with_another_torch_or_processor_is_said() -> None:
-    here = surroundings.facts(4, 1, torch.device("cpu"))
-    surroundings.check(here, here, "runs")
-    with pytest.warns(EvenlyWarning, match=r"torch 2\.0 .*not to the bit"):
-        surroundings.check({**here, "torch": "2.0"}, here, "runs")
+def test_ranks_that_compute_differently_are_named(world: evenly.World) -> None:
+    here = {"torch": "2", "threads": 1, "instructions": "AVX2", "device": "cpu"}
+    ranks = [here, {**here, "instructions": "AVX512"}]
+    with (
+        patch("evenly.pieces.holding.all_gather_object", return_value=ranks),
+        pytest.warns(EvenlyWarning, match=r"rank 0 has instruction set AVX2 \(rank 1: AVX512\)"),
+    ):
+        tell_of_differences(here)
+
+
+def test_going_on_with_another_instruction_set_is_said(world: evenly.World, tmp_path: Path) -> None:
+    with patch("torch.backends.cpu.get_cpu_capability", return_value="other"):
+        made(folder=tmp_path).fit(small(50), steps=1)
+    with pytest.warns(EvenlyWarning, match="instruction set other"):
+        made(folder=tmp_path).fit(small(50), steps=2, resume="auto")
 
 
 def test_one_step_of_many_pieces_holds_few_copies_of_the_gradients(world: evenly.World) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from evenly.collectives import any_rank
 from evenly.meeting import apart, some_absent
 from evenly.objective import Total
 from evenly.part import Part
@@ -19,6 +20,12 @@ from evenly.training.modes import evaluating
 from evenly.training.precision import Mixed
 from evenly.training.recipe import Recipe
 from evenly.training.update import ALONE
+
+
+class Interrupted(Exception):  # noqa: N818 - nothing went wrong
+    """All ranks left an evaluation, because one of them was asked to stop."""
+
+    agreed = True
 
 
 @torch.no_grad()
@@ -33,14 +40,20 @@ def evaluate(
     meets: bool,
     losses: Averages,
     averages: Averages,
+    interrupted: Callable[[], bool] | None = None,
 ) -> dict[str, Any]:
     """The loss and the metrics over all ranks' parts; a meeting of all ranks at the end.
 
     ``measures`` and ``losses`` are filled and computed; ``averages`` holds what was logged. A rank
-    without samples runs none of the user's code, unless ranks meet in it.
+    without samples runs none of the user's code, unless ranks meet in it. With ``interrupted`` it
+    is given up (`Interrupted`, on all ranks) when that is so on one of them.
     """
+    given_up = False
     with evaluating(model, recipe.module):
         for part in parts:
+            if interrupted is not None and not meets and interrupted():
+                given_up = True
+                break
             if part.weight == 0 and not meets:
                 continue
             with mixed.autocast(), secluded(part, meets):
@@ -52,6 +65,8 @@ def evaluate(
                 averages.log(name, value, part.weight, part.piece)
             if part.weight:
                 measures.update(part, output)
+    if interrupted is not None and any_rank(given_up):
+        raise Interrupted
     values: dict[str, Any] = {**losses.gathered(), **averages.gathered()}
     values.update(flat(measures.compute()))
     return values

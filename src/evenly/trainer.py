@@ -18,7 +18,9 @@ from torch.optim import Optimizer
 from evenly import metrics as measured
 from evenly.callbacks.base import Hooks
 from evenly.callbacks.progress import Progress
-from evenly.checkpoint import CheckpointFolder
+from evenly.checkpoint import CheckpointFolder, Retention
+from evenly.checkpoint.retention import retention
+from evenly.checkpoint.saving import OnSaveError, Saver
 from evenly.collectives import agree_on, any_rank, barrier
 from evenly.errors import EvenlyWarning, SettingError
 from evenly.evaluation import evaluate, runs, secluded
@@ -30,14 +32,15 @@ from evenly.loader import Loader
 from evenly.matching import OnDifference, match_buffers, place, repair
 from evenly.objective import Output, Total
 from evenly.part import Part
-from evenly.pieces.surroundings import facts, held
+from evenly.pieces.holding import held, tell_of_differences
 from evenly.plan import Plan, Tail, pieces_of
 from evenly.prediction import predict
 from evenly.prediction.layout import Format
 from evenly.prediction.memory import Keep
-from evenly.resuming import go_on, state_of
+from evenly.resuming import about, go_on, state_of
 from evenly.seeding import PieceStreams, StepStreams, seed_streams, streams_kept
 from evenly.stopping import EXIT_CODE, StopRequests
+from evenly.surroundings import surroundings
 from evenly.together import together
 from evenly.training.averages import Averages, PieceAverages
 from evenly.training.every import Every, every
@@ -93,6 +96,8 @@ class Trainer:
     """This rank's part of the step that is going on."""
     total_steps: int
     """What `fit` is to reach."""
+    epoch_length: int
+    """Steps of an epoch."""
 
     def __init__(
         self,
@@ -121,10 +126,12 @@ class Trainer:
         clip_norm: float | None = None,
         nonfinite: Nonfinite = "stop",
         callbacks: Sequence[Any] = (),
-        progress: bool = True,
+        progress: bool | Literal["quiet"] = True,
         folder: str | os.PathLike[str] | None = None,
         save_every: int | str = "epoch",
-        keep: int | None = 3,
+        keep: int | Retention | None = 3,
+        async_save: bool = True,
+        on_save_error: OnSaveError = "raise",
         find_unused_parameters: bool = False,
         collective_forward: bool | None = None,
         check_loss: bool = True,
@@ -162,7 +169,10 @@ class Trainer:
           folder: where they go, on a file system that all ranks see; none without it.
           save_every: a number of steps, "epoch", "3 epochs", or a time ("10m", "2h"); and at the
             end of `fit`.
-          keep: how many of the newest stay; None for all.
+          keep: how many of the newest stay, None for all; or an `evenly.Retention` (the best by a
+            metric, every so many).
+          async_save: copy, and write while training goes on; the next save waits for the last.
+          on_save_error: "raise" on all ranks at the next step, or "warn" and go on.
         Ranks:
           find_unused_parameters: parameters may have no part in some steps.
           collective_forward: ranks meet in the forward pass or the loss (not given: found out).
@@ -196,7 +206,10 @@ class Trainer:
         )
         if not isinstance(callbacks, Sequence):
             raise SettingError(f"callbacks={callbacks!r}: give a list of callbacks.")
-        self.callbacks = [*callbacks, *([Progress()] if progress else [])]
+        if progress not in (True, False, "quiet"):
+            raise SettingError(f"progress={progress!r}: give True, 'quiet' or False.")
+        shown = [Progress(quiet=progress == "quiet")] if progress else []
+        self.callbacks = [*callbacks, *shown]
         self.hooks = Hooks(self.callbacks, self.world)
         self.model = self.evaluated = made_model(model, seed)
         if pieces is not None:
@@ -209,7 +222,7 @@ class Trainer:
         self._scheduling: dict[str, Any] = {"every": scheduler_every, "monitor": scheduler_monitor}
         self._scheduler = scheduler
         self._schedule: Schedule | None = None
-        self.epoch = self.position = self.step = self._epoch_length = 0
+        self.epoch = self.position = self.step = self.epoch_length = 0
         self.loss = float("nan")
         self.data_wait = 0.0
         self.part: Part | None = None
@@ -221,13 +234,17 @@ class Trainer:
         self._stage_measures: dict[str, TrainMeasures] = {}
         self._update: Update | None = None
         self._told = self._closed = False
+        self.owes_evaluation = False  # of this step, which was interrupted
         self.stop_wanted = self.stopped = False
         self._save_every = every("save_every", save_every, timed=True)
+        self._plan: Plan | None = None
         self.checkpoints: CheckpointFolder | None = None
+        self.saver: Saver | None = None
         if folder is not None:
-            if keep is not None and keep < 1:
-                raise SettingError(f"keep={keep}: give 1 or more, or None to keep all.")
-            self.checkpoints = CheckpointFolder(Path(folder) / "checkpoints", keep=keep)
+            self.checkpoints = CheckpointFolder(Path(folder) / "checkpoints", retention(keep))
+            self.saver = Saver(
+                self.checkpoints, self.world, background=async_save, on_error=on_save_error
+            )
 
     def fit(
         self,
@@ -315,6 +332,8 @@ class Trainer:
                 stages=stages,
                 **self._scheduling,
             )
+        if self.pieces is not None:
+            tell_of_differences(self.surroundings())
         self._resume(resume, loader.plan)
         streams, make = self._way()
         self._update = update = make(
@@ -343,7 +362,10 @@ class Trainer:
             streams=streams,
         )
         self.stop_wanted = self.stopped = False
+        self._plan = loader.plan
+        saves = NOTHING if self.saver is None else contextlib.closing(self.saver)
         with (
+            saves,
             self._guarded([loader, *stages.values()]),
             streams_kept(),
             requests or NOTHING,
@@ -437,10 +459,13 @@ class Trainer:
             self._closed = True
             self.world.close()
 
-    def save(self, plan: Plan) -> None:
-        """A checkpoint of this point between two steps; a meeting of all ranks."""
-        if self.checkpoints is not None:
-            self.checkpoints.save(self.step, state_of(self, plan))
+    def save(self) -> None:
+        """A checkpoint of this point between two steps of `fit`; a meeting of all ranks."""
+        if self.saver is None:
+            raise SettingError("there is no place for a checkpoint: give the Trainer a folder=.")
+        if self._plan is None:
+            raise SettingError("a checkpoint is of a run; call save() from within fit().")
+        self.saver.save(about(self), state_of(self, self._plan))
 
     @property
     def loss_module(self) -> nn.Module | None:
@@ -461,7 +486,9 @@ class Trainer:
         """
         return 1.0 if self._update is None else self._update.share
 
-    def evaluate_stage(self, loader: Loader, stage: str) -> dict[str, Any]:
+    def evaluate_stage(
+        self, loader: Loader, stage: str, interrupted: Callable[[], bool] | None = None
+    ) -> dict[str, Any]:
         """Evaluate on one data set, with hooks; a meeting of all ranks."""
         self.hooks.call("on_evaluation_start", self, stage)
         before, self.averages = self.averages, self._averages()
@@ -485,6 +512,7 @@ class Trainer:
                     meets=self._meets(),
                     losses=self._averages(),
                     averages=self.averages,
+                    interrupted=interrupted,
                 )
         finally:
             self.averages, self.part = before, part
@@ -512,11 +540,16 @@ class Trainer:
             self.averages.log(name, value, part.weight, part.piece)
         self.train_measures.update(part, output)
 
-    def piece_facts(self) -> dict[str, Any] | None:
-        """What the bits of a run in pieces depend on besides the program."""
+    @property
+    def piece_settings(self) -> dict[str, int] | None:
+        """What the bits of a run in pieces depend on, and a user sets."""
         if self.pieces is None:
             return None
-        return facts(self.pieces, self._settings.threads, self.world.device)
+        return {"pieces": self.pieces, "threads": self._settings.threads}
+
+    def surroundings(self) -> dict[str, Any]:
+        """What else bits depend on; with the threads that pieces run with."""
+        return {**surroundings(self.world.device), **(self.piece_settings or {})}
 
     def _held(self) -> contextlib.AbstractContextManager[None]:
         """In pieces: with the threads, and on a GPU the algorithms, that the bits depend on."""
@@ -589,17 +622,17 @@ class Trainer:
                 "fit(..., resume='auto'), or give the Trainer another folder."
             )
         together(lambda: go_on(self, plan, saved))
-        self._epoch_length = plan.steps
+        self.epoch_length = plan.steps
 
     def _check_position(self, length: int) -> None:
         """A run that stands within an epoch can only go on with an epoch of the same length."""
-        if self.position and self._epoch_length != length:
+        if self.position and self.epoch_length != length:
             raise SettingError(
-                f"the run stands at step {self.position} of an epoch of {self._epoch_length} "
+                f"the run stands at step {self.position} of an epoch of {self.epoch_length} "
                 f"steps, and this data set gives {length}. Go on with the data set that it began "
                 "with, or make a new Trainer."
             )
-        self._epoch_length = length
+        self.epoch_length = length
 
     def _tell(self, batch_size: int) -> None:
         if self.world.rank or self._told or self.pieces is not None:

@@ -10,6 +10,7 @@ from evenly import __version__
 # module of that name here; loading one may load torch, which help does without.
 _COMMANDS = {
     "run": "Run a script or module on several processes.",
+    "export": "Write a run's weights to one file that plain torch reads.",
     "demo": "Train on 1 to 4 processes and compare the numbers.",
 }
 

@@ -5,8 +5,10 @@
 Both train the same model on the same batches in the same number of runs per step: with pieces=P on
 n processes each runs P / n pieces; plain replication (Trainer without pieces) has microbatch= set
 so that each process runs as many micro-batches of the same size. One thread each. Rounds of the two
-alternate in the same processes; the medians of the steps' seconds are compared. Where there are
-more processes than cores, they wait for each other, and a ratio says little about either.
+alternate in the same processes; the medians of the steps' seconds are compared: those that passed,
+and those that the processes computed (all together), which other programs on the machine change
+less. Where there are more processes than cores, they wait for each other, and the time that passed
+says little about either.
 """
 
 from __future__ import annotations
@@ -29,17 +31,20 @@ SAMPLES = {"1M": 512, "25M": 128}
 
 
 class Clock(evenly.callbacks.Callback):
+    """Of each step: seconds that passed, and seconds that this process computed."""
+
     ranks = "every"
 
     def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._begin = 0.0
+        self.seconds: list[tuple[float, float]] = []
+        self._begin = (0.0, 0.0)
 
     def on_step_start(self, trainer: evenly.Trainer) -> None:
-        self._begin = time.perf_counter()
+        self._begin = (time.perf_counter(), time.process_time())
 
     def on_step_end(self, trainer: evenly.Trainer) -> None:
-        self.seconds.append(time.perf_counter() - self._begin)
+        wall, cpu = self._begin
+        self.seconds.append((time.perf_counter() - wall, time.process_time() - cpu))
 
 
 def network(width: int) -> nn.Module:
@@ -65,7 +70,7 @@ def measure(name: str, pieces: int, steps: int, rounds: int) -> dict[str, Any]:
         data = TensorDataset(
             torch.randn(batch * steps, 256), torch.randint(0, 10, (batch * steps,))
         )
-        found: dict[str, list[float]] = {"plain": [], "pieces": []}
+        found: dict[str, list[tuple[float, float]]] = {"plain": [], "pieces": []}
         ways: dict[str, dict[str, Any]] = {
             "plain": {"microbatch": batch // pieces},
             "pieces": {"pieces": pieces},
@@ -103,8 +108,8 @@ def main() -> None:
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     print(f"{cores} cores, torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}")
-    print("| parameters | processes | pieces | plain, ms/step | pieces, ms/step | ratio |")
-    print("|---|---|---|---|---|---|")
+    print("| parameters | processes | pieces | plain, ms | pieces, ms | ratio | ratio computed |")
+    print("|---|---|---|---|---|---|---|")
     for name in options.models.split(","):
         for count in map(int, options.counts.split(",")):
             for pieces in map(int, options.pieces.split(",")):
@@ -112,12 +117,18 @@ def main() -> None:
                     measure, count, name, pieces, options.steps, options.rounds, timeout=550
                 )
                 plain, ours = (
-                    statistics.median(ranks[0]["seconds"][w]) for w in ("plain", "pieces")
+                    statistics.median(wall for wall, _ in ranks[0]["seconds"][way])
+                    for way in ("plain", "pieces")
                 )
-                crowded = " (more processes than cores)" if count > cores else ""
+                computed = [
+                    sum(statistics.median(cpu for _, cpu in rank["seconds"][way]) for rank in ranks)
+                    for way in ("plain", "pieces")
+                ]
+                crowded = " (more than cores)" if count > cores else ""
                 print(
                     f"| {ranks[0]['parameters'] / 1e6:.1f} M | {count}{crowded} | {pieces} "
-                    f"| {1e3 * plain:.1f} | {1e3 * ours:.1f} | {ours / plain:.2f} |",
+                    f"| {1e3 * plain:.1f} | {1e3 * ours:.1f} | {ours / plain:.2f} "
+                    f"| {computed[1] / computed[0]:.2f} |",
                     flush=True,
                 )
     evenly.testing.stop_ranks()

@@ -200,19 +200,19 @@ def next_pixel(model: nn.Module, text: Tensor) -> evenly.Output:
     )
 
 
-def train_pixels(precision: str = "bf16", epochs: int = 3) -> Bits:
+def train_pixels(epochs: int = 3, **options: Any) -> Bits:
     torch.manual_seed(0)
     trainer = evenly.Trainer(
         model=Pixels(),
         step=next_pixel,
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3),
-        precision=precision,  # type: ignore[arg-type]
+        precision="bf16",
         batch_size=116,
         pieces=PIECES,
         collate_fn=masked,
-        workers=0,
         clip_norm=1.0,
         progress=False,
+        **{"workers": 0, **options},
     )
     data = pixels()
     trainer.fit(data, data[:99], epochs=epochs)

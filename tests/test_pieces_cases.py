@@ -24,7 +24,7 @@ from evenly.pieces.holding import tell_of_differences
 from evenly.plan import split
 from evenly.testing import run_ranks
 from evenly.training.averages import PieceAverages
-from pieces_programs import Bits, Interrupt, apart, made, mlp, of, small
+from pieces_programs import Bits, Interrupt, apart, made, mlp, of, small, train_pixels
 
 
 def everywhere(program: Any, counts: tuple[int, ...], *args: Any) -> list[str]:
@@ -273,6 +273,19 @@ def test_logged_totals_are_added_along_the_tree(world: evenly.World) -> None:
     for piece, value in enumerate((1e16, 1.0, 1.0, 1.0)):
         averages.add("x", evenly.Total(value, 1.0), piece=piece)
     assert averages.gathered()["x"] == ((1e16 + 1.0) + 2.0) / 4
+
+
+def test_neither_workers_nor_several_threads_change_that() -> None:
+    one = run_ranks(train_pixels, 1, 1)[0]
+    for rank in run_ranks(train_pixels, 2, 1, workers=2):
+        assert apart(rank, one) == []
+
+    def program() -> Bits:
+        trainer = made(threads=2)
+        trainer.fit(small(120), epochs=2)
+        return of(trainer)
+
+    assert everywhere(program, (3,)) == []
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -31,6 +31,7 @@ class Ledger:
         self._left = 0
         self._fresh = False
         self._seen: list[bool] = []
+        self._orderly = False  # until a backward pass has been seen to give each gradient once
         self._repeated = False
         self._waiting: list[int] | None = None
         self._sent = 0
@@ -73,10 +74,12 @@ class Ledger:
     def send_as_ready(self, ready: Callable[[int], None]) -> None:
         """This is the last piece: call ``ready`` with each bucket, in order, once it is complete.
 
-        In backward passes that make a gradient twice (reentrant checkpoints), only after them.
+        On a GPU, and where a backward pass makes a gradient twice (reentrant checkpoints), that is
+        only after it.
         """
         self._ready, self._sent = ready, 0
-        if not self._repeated and all(b.device.type == "cpu" for b in self._layout.buckets):
+        on_cpu = all(bucket.device.type == "cpu" for bucket in self._layout.buckets)
+        if self._orderly and on_cpu:
             self._waiting = [bucket.waiting for bucket in self._layout.buckets]
 
     def finish(self) -> None:
@@ -91,6 +94,7 @@ class Ledger:
         if self._left:
             self._free += self.stack[-self._left :]
             del self.stack[-self._left :]
+        self._orderly = not self._repeated
         self._ready, self._sent, self._seen = None, 0, []
 
     def settle(self, result: Sheet) -> None:

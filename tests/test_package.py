@@ -27,7 +27,7 @@ LAYERS = [
         "storage",
         "surroundings",
     },
-    {"store", "board", "devices", "packing", "objective", "lines"},
+    {"store", "board", "devices", "packing", "objective", "lines", "watchdog"},
     {"world"},
     {"turn", "meeting", "collectives", "parcel", "together", "stopping"},
     {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from evenly.collectives import all_gather_object
 from evenly.errors import SettingError
 from evenly.layers import SyncBatchNorm
-from evenly.meeting import apart
+from evenly.meeting import apart, meeting
 from evenly.objective import Output
 from evenly.packing import as_bytes
 from evenly.part import Part
@@ -24,7 +25,9 @@ from evenly.plan import pieces_of
 from evenly.seeding import PieceStreams
 from evenly.training.carrier import Wishes
 from evenly.training.recipe import Weighed
+from evenly.training.stopwatch import Stopwatch
 from evenly.training.update import ALONE, Update
+from evenly.watchdog.activity import activity
 
 _MARKS = 5  # stop, save, epoch, step, whether buffers changed that are not exchanged yet
 
@@ -88,7 +91,7 @@ class PieceUpdate(Update):
     def _trained(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._modules.parameters()]
 
-    def _exchanged(self, part: Part, wishes: Wishes) -> list[float]:
+    def _exchanged(self, part: Part, wishes: Wishes, timed: Stopwatch | None) -> list[float]:
         assert part.pieces is not None
         world, ledger = self._world, self._ledger
         route = self._route(min(part.global_weight, self._pieces))
@@ -104,11 +107,14 @@ class PieceUpdate(Update):
             self._settle_findings()
             for bucket in range(len(self._layout.buckets) if world.size > 1 else 0):
                 self._send(bucket, told)
-        return self._finish(told, route)
+        with contextlib.nullcontext() if timed is None else timed.waiting():
+            everyone = self._everyone(told)
+        return self._finish(told, route, everyone)
 
     def _run(self, run: Part, told: _Told, *, last: bool) -> None:
         """Forward and backward of one piece."""
         assert run.piece is not None
+        activity.enter("step")
         self._streams.enter(run.piece)
         with self._mixed.autocast(), apart(ALONE):
             output, weighed = self._alone(run)
@@ -162,15 +168,20 @@ class PieceUpdate(Update):
         surprised = bool(told.changes) or any(b not in others for b in told.counts)
         return self._head.written(told, self._ledger.used, counts, surprised)
 
-    def _finish(self, told: _Told, route: Route) -> list[float]:
-        """The sums over all ranks: gradients and buffers in their places, and the message."""
+    def _everyone(self, told: _Told) -> list[_Said]:
+        """What all ranks said; the parameters have the sums of all gradients afterwards."""
         ledger = self._ledger
         result = ledger.stack[0] if ledger.stack else ledger.blank()
         if self._world.size == 1:
-            everyone = [self._head.read(self._written(told))]
+            heads = [self._written(told)]
         else:
-            everyone = [self._head.read(head) for head in self._exchange.finish(result)]
+            with meeting("the exchange of gradients"):
+                heads = self._exchange.finish(result)
         ledger.settle(result)
+        return [self._head.read(head) for head in heads]
+
+    def _finish(self, told: _Told, route: Route, everyone: list[_Said]) -> list[float]:
+        """Put the sums over all ranks in their places; the message."""
         used = np.logical_or.reduce([said.used for said in everyone])
         for place in np.flatnonzero(~used).tolist():
             self._parameters[place].grad = None

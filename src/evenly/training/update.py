@@ -21,7 +21,9 @@ from evenly.training.carrier import NO_WISHES, Carriage, Message, News, Wishes
 from evenly.training.precision import Mixed
 from evenly.training.recipe import Recipe, Weighed
 from evenly.training.rehearsal import Findings, agreed, doubt
+from evenly.training.stopwatch import Stopwatch
 from evenly.training.verdict import Runs, Verdict
+from evenly.watchdog.activity import activity
 from evenly.world import World
 
 
@@ -122,13 +124,18 @@ class Update:
         if self._trained() != self._settled:
             self._settle_parameters()
 
-    def step(self, part: Part, wishes: Wishes = NO_WISHES) -> Outcome:
+    def step(
+        self, part: Part, wishes: Wishes = NO_WISHES, stopwatch: Stopwatch | None = None
+    ) -> Outcome:
         """One optimizer step on ``part``, with which all ranks hear of this one's wishes."""
+        timed = stopwatch if stopwatch is not None and activity.sample else None
+        if timed is not None:
+            timed.start()
         for parameter in self._parameters:
             parameter.grad = None
         self._runs = []
         try:
-            values = self._exchanged(part, wishes)
+            values = self._exchanged(part, wishes, timed)
         except RuntimeError as error:
             explained = self._explained(error)
             if explained is error:
@@ -175,18 +182,26 @@ class Update:
         """Whether ranks meet in the user's code, as far as is known."""
         return bool(self._meets)
 
-    def _exchanged(self, part: Part, wishes: Wishes) -> Tensor | list[float]:
+    def _exchanged(
+        self, part: Part, wishes: Wishes, timed: Stopwatch | None
+    ) -> Tensor | list[float]:
         """Forward, backward and the exchange: parameters have the step's gradients after it, and
         what ranks said comes back.
         """
+        self._carriage.begin(part.epoch, part.step)
         limit = self._settings.microbatch
         parts = [part] if limit is None else part.cut(limit)
         for number, run in enumerate(parts):
-            self._accumulate(run, len(parts), number == len(parts) - 1, wishes)
+            last = number == len(parts) - 1
+            self._accumulate(run, len(parts), last, wishes, timed if last else None)
         self._check_all_used()
         return self._carriage.arrived()
 
-    def _accumulate(self, run: Part, runs: int, last: bool, wishes: Wishes) -> None:
+    def _accumulate(
+        self, run: Part, runs: int, last: bool, wishes: Wishes, timed: Stopwatch | None
+    ) -> None:
+        if runs > 1:
+            activity.enter("step")
         if self._replica is None:
             loss = self._forward(run, runs, last, wishes)
         else:
@@ -194,7 +209,10 @@ class Update:
                 self._replica.require_backward_grad_sync = last
             loss = self._replica(functools.partial(self._forward, run, runs, last, wishes))
         self._settle_findings()
-        loss.backward()
+        if timed is None:
+            loss.backward()
+        else:
+            timed.backward(loss)
 
     def _settle_findings(self) -> None:
         """Once, after the first forward pass: what all ranks found out about the loss."""

@@ -17,7 +17,6 @@ from evenly.record.counts import from_slots, in_slots
 from evenly.resuming import about
 from evenly.seeding import StepStreams
 from evenly.stopping import StopRequests
-from evenly.training.averages import gathered
 from evenly.training.carrier import Wishes
 from evenly.training.every import Every
 from evenly.training.schedule import Schedule
@@ -92,7 +91,9 @@ class Fit:
         self._hooks.call("on_epoch_start", trainer)
         self._update.refresh()  # that may have frozen or thawed parameters
         # The ranks' positions are equal by the way they came about, and steps carry a tag.
-        parts = self._train.epoch(trainer.epoch, start=trainer.position, compare=False)
+        parts = self._train.epoch(
+            trainer.epoch, start=trainer.position, compare=False, pieces=trainer.pieces
+        )
         activity.enter("step")
         while not self._done():
             activity.at(trainer.epoch, trainer.position, trainer.step)
@@ -223,7 +224,7 @@ class Fit:
         """
         trainer, size = self._trainer, self._world.size
         own = checksum(trainer.model) if size > 1 else 0.0
-        news = [float(bool(trainer.averages.numbers())), own, -own]
+        news = [float(bool(trainer.averages)), own, -own]
         if trainer.recorder is not None:
             news += in_slots(trainer.recorder.counted(), self._world.rank, size)
         found = largest(news)
@@ -259,7 +260,7 @@ class Fit:
         total, weight = trainer.epoch_loss
         values: dict[str, Any] = {"loss": total / weight} if weight else {}
         logged, high, low = self._end_of_epoch_news()
-        values.update(gathered(trainer.averages, logged > 0))
+        values.update(trainer.averages.gathered(logged > 0))
         if high != -low:
             tell_apart(trainer.model, trainer.epoch - 1)
         values.update(flat(trainer.train_measures.compute()))

@@ -31,6 +31,11 @@ class Part:
     global_weight: int
     """How many samples the step has over all ranks."""
     world: World
+    pieces: tuple[Part, ...] | None = None
+    """Where steps are cut into pieces: this rank's, without the empty ones; ``data`` is then the
+    list of their batches."""
+    piece: int | None = None
+    """The number of the piece that this is, if it is one."""
 
     _progress: _Progress = field(default_factory=lambda: _Progress(), repr=False)
 

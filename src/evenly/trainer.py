@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import warnings
@@ -23,25 +24,26 @@ from evenly.checkpoint.retention import retention
 from evenly.checkpoint.saving import OnSaveError, Saver
 from evenly.collectives import agree_on, any_rank, barrier
 from evenly.errors import EvenlyWarning, SettingError
-from evenly.evaluation import evaluate
+from evenly.evaluation import evaluate, runs, secluded
 from evenly.fetching import Collate
 from evenly.fitting import Fit
 from evenly.guarding import finishing, guarded
 from evenly.layers import SyncBatchNorm
 from evenly.loader import Loader
 from evenly.matching import OnDifference, match_buffers, place, repair
-from evenly.meeting import some_absent
 from evenly.objective import Output, Total
 from evenly.part import Part
-from evenly.plan import Plan, Tail
+from evenly.pieces.holding import held, tell_of_differences
+from evenly.plan import Plan, Tail, pieces_of
 from evenly.prediction import predict
 from evenly.prediction.layout import Format
 from evenly.prediction.memory import Keep
 from evenly.resuming import about, go_on, state_of
-from evenly.seeding import StepStreams, seed_streams, streams_kept
+from evenly.seeding import PieceStreams, StepStreams, seed_streams, streams_kept
 from evenly.stopping import EXIT_CODE, StopRequests
+from evenly.surroundings import surroundings
 from evenly.together import together
-from evenly.training.averages import Averages
+from evenly.training.averages import Averages, PieceAverages
 from evenly.training.every import Every, every
 from evenly.training.given import (
     accepted_metrics,
@@ -52,15 +54,15 @@ from evenly.training.given import (
     total_steps,
 )
 from evenly.training.history import History
-from evenly.training.measures import TrainMeasures
+from evenly.training.measures import PieceMeasures, TrainMeasures
 from evenly.training.modes import evaluating
 from evenly.training.notices import notices
+from evenly.training.piecewise import PieceUpdate, check_alone
 from evenly.training.precision import Mixed, Precision
 from evenly.training.recipe import Forward, Loss, Recipe, Step
 from evenly.training.schedule import Factory, Schedule
 from evenly.training.update import Update, UpdateSettings
 from evenly.training.verdict import Nonfinite, Verdict
-from evenly.tree import leaves
 from evenly.watchdog.activity import activity
 from evenly.watchdog.limits import checked
 from evenly.world import World, join_world
@@ -117,6 +119,8 @@ class Trainer:
         step: Step | None = None,
         batch_size: int,
         microbatch: int | None = None,
+        pieces: int | None = None,
+        threads: int = 1,
         seed: int = 0,
         shuffle: bool = True,
         tail: Tail = "keep",
@@ -157,6 +161,9 @@ class Trainer:
         Data:
           batch_size: what one optimizer step sees over all processes together.
           microbatch: the most samples that a process holds at once; gradients are accumulated.
+          pieces: cut every step into this many, whatever the process count, so that 1 to ``pieces``
+            processes give the same bits; not given, the same numbers to rounding.
+          threads: of each process, with ``pieces``; the bits depend on them.
           seed: of the order of samples, of augmentation and of random layers.
           shuffle, tail, collate_fn, workers: as for `evenly.Loader`.
         Optimization:
@@ -200,14 +207,19 @@ class Trainer:
             find_unused_parameters=find_unused_parameters,
             collective_forward=collective_forward,
             check_loss=check_loss,
+            pieces=pieces,
+            threads=threads,
         )
+        self.pieces = pieces
         self.mixed = Mixed(precision, self.world.device)
         self._verdict = Verdict(self.world, nonfinite)
         self._recipe = Recipe(
             forward=forward, target=target, loss=loss, step=step, device=self.world.device
         )
-        self._metrics = accepted_metrics(metrics, self.world)
-        self.train_measures = TrainMeasures(accepted_metrics(train_metrics, self.world))
+        self._metrics = accepted_metrics(metrics, self.world, pieces=pieces)
+        self.train_measures = self._measures(
+            accepted_metrics(train_metrics, self.world, pieces=pieces)
+        )
         if not isinstance(callbacks, Sequence):
             raise SettingError(f"callbacks={callbacks!r}: give a list of callbacks.")
         if progress not in (True, False, "quiet"):
@@ -218,6 +230,8 @@ class Trainer:
         self.callbacks = [*callbacks, *shown, *last]
         self.hooks = Hooks(self.callbacks, self.world)
         self.model = self.evaluated = made_model(model, seed)
+        if pieces is not None:
+            check_alone(self.model, pieces, self.world.size)
         place(self.model, self.world.device)
         if self.world.size > 1:
             for module in self._trained():
@@ -233,10 +247,10 @@ class Trainer:
         self.step_began = self.met = 0.0
         self.total_steps = 0
         self.history = History()
-        self.averages = Averages()
+        self.averages = self._averages()
         self.epoch_loss = (0.0, 0.0)
         self.stages: list[str] = []
-        self._stage_metrics: dict[str, Any] = {}
+        self._stage_measures: dict[str, TrainMeasures] = {}
         self._update: Update | None = None
         self._told = self._closed = False
         self.owes_evaluation = False  # of this step, which was interrupted
@@ -357,9 +371,11 @@ class Trainer:
                 stages=stages,
                 **self._scheduling,
             )
+        if self.pieces is not None:
+            tell_of_differences(self.surroundings())
         self._resume(resume, loader.plan)
-        streams = StepStreams(self.seed, self.world.rank)
-        self._update = update = Update(
+        streams, make = self._way()
+        self._update = update = make(
             self.model,
             self._recipe,
             self.optimizer,
@@ -392,6 +408,7 @@ class Trainer:
             self._guarded([loader, *stages.values()]),
             streams_kept(),
             requests or NOTHING,
+            self._held(),
         ):
             try:
                 for module in self._trained():
@@ -437,8 +454,7 @@ class Trainer:
         model = self.evaluated
 
         def predictions(part: Part) -> Any:
-            lonely = part.global_weight < self.world.size
-            with self.mixed.autocast(), some_absent() if lonely else contextlib.nullcontext():
+            with self.mixed.autocast(), secluded(part):
                 return self._recipe.predict(model, part.data)
 
         with (
@@ -447,10 +463,11 @@ class Trainer:
             streams_kept(),
             torch.no_grad(),
             evaluating(model, self._recipe.module),
+            self._held(),
         ):
             match_buffers(model)
             seed_streams(self.seed, "prediction", self.world.rank)
-            parts = loader.epoch(0)
+            parts = runs(loader.epoch(0, pieces=self.pieces), self.seed, "prediction")
             return predict(
                 parts, predictions, length=loader.plan.length, keep=keep, out=out, format=format
             )
@@ -522,30 +539,32 @@ class Trainer:
         """Evaluate on one data set, with hooks; a meeting of all ranks."""
         activity.at(self.epoch, self.position, self.step)
         self.hooks.call("on_evaluation_start", self, stage)
-        before, self.averages = self.averages, Averages()
+        before, self.averages = self.averages, self._averages()
         part, self.part = self.part, None
         for module in (self.evaluated, self._recipe.module):
             if module is not None:
                 match_buffers(module)
-        metrics = self._stage_metrics.setdefault(stage, measured.copies(self._metrics))
+        if stage not in self._stage_measures:
+            self._stage_measures[stage] = self._measures(measured.copies(self._metrics))
+        measures = self._stage_measures[stage]
         try:
-            with streams_kept(), activity.within("evaluation", stage):
+            with streams_kept(), self._held(), activity.within("evaluation", stage):
                 seed_streams(self.seed, "evaluation", self.world.rank)
                 values = evaluate(
-                    loader.epoch(0),
+                    runs(loader.epoch(0, pieces=self.pieces), self.seed, "evaluation"),
                     model=self.evaluated,
                     recipe=self._recipe,
-                    metrics=metrics,
+                    measures=measures,
                     mixed=self.mixed,
                     samples=loader.plan.length,
                     meets=self._meets(),
+                    losses=self._averages(),
                     averages=self.averages,
                     interrupted=interrupted,
                 )
         finally:
             self.averages, self.part = before, part
-            for metric in leaves(metrics):
-                metric.reset()
+            measures.reset()
         self.remember({f"{stage}/{name}": value for name, value in values.items()})
         self.hooks.call("on_evaluation_end", self, stage, values)
         return values
@@ -566,8 +585,45 @@ class Trainer:
     def _watch(self, part: Part, output: Output) -> None:
         """What one micro-batch gave."""
         for name, value in output.log.items():
-            self.averages.log(name, value, part.weight)
+            self.averages.log(name, value, part.weight, part.piece)
         self.train_measures.update(part, output)
+
+    @property
+    def piece_settings(self) -> dict[str, int] | None:
+        """What the bits of a run in pieces depend on, and a user sets."""
+        if self.pieces is None:
+            return None
+        return {"pieces": self.pieces, "threads": self._settings.threads}
+
+    def surroundings(self) -> dict[str, Any]:
+        """What else bits depend on; with the threads that pieces run with."""
+        return {**surroundings(self.world.device), **(self.piece_settings or {})}
+
+    def _held(self) -> contextlib.AbstractContextManager[None]:
+        """In pieces: with the threads, and on a GPU the algorithms, that the bits depend on."""
+        if self.pieces is None:
+            return NOTHING
+        return held(self._settings.threads, self.world.device)
+
+    def _own(self) -> range:
+        """The pieces that this rank runs."""
+        assert self.pieces is not None
+        return pieces_of(self.pieces, self.world.rank, self.world.size)
+
+    def _averages(self) -> Averages:
+        return Averages() if self.pieces is None else PieceAverages(self.pieces, self._own())
+
+    def _measures(self, metrics: Any) -> TrainMeasures:
+        if self.pieces is None:
+            return TrainMeasures(metrics)
+        return PieceMeasures(metrics, self.pieces, self._own())
+
+    def _way(self) -> tuple[StepStreams, Callable[..., Update]]:
+        """How steps are made: whole, or in pieces; and the random streams for it."""
+        if self.pieces is None:
+            return StepStreams(self.seed, self.world.rank), Update
+        streams = PieceStreams(self.seed)
+        return streams, functools.partial(PieceUpdate, pieces=self.pieces, streams=streams)
 
     def _meets(self) -> bool:
         """Whether ranks meet in the user's code in evaluation. SyncBatchNorm meets in training."""
@@ -632,7 +688,7 @@ class Trainer:
         self.epoch_length = length
 
     def _tell(self, batch_size: int) -> None:
-        if self.world.rank or self._told:
+        if self.world.rank or self._told or self.pieces is not None:
             return
         self._told = True
         cut = self._settings.microbatch is not None and (

@@ -26,7 +26,7 @@ LAYERS = [
         "wording",
         "storage",
     },
-    {"store", "board", "devices", "packing", "objective", "lines"},
+    {"store", "board", "devices", "packing", "objective", "lines", "tracing"},
     {"world"},
     {"turn", "meeting", "collectives", "parcel", "together", "stopping"},
     {"fetching", "copying", "part", "loader", "stepping", "layers", "data", "matching", "replica"},
@@ -34,6 +34,7 @@ LAYERS = [
     {"evaluation"},
     {"callbacks", "guarding", "fitting", "resuming", "trainer"},
     {"worker", "launcher", "member", "crew"},
+    {"parity"},
     {"testing", "demo"},
     {"cli", "__main__"},
 ]
@@ -107,6 +108,7 @@ def test_the_public_names_are_these_and_all_of_them_load() -> None:
         "split",
         "step_each",
         "testing",
+        "trace",
     ]
     for name in evenly.__all__:
         assert getattr(evenly, name) is not None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evenly import metrics as measured
+from evenly import tracing
 from evenly.callbacks.base import Hooks
 from evenly.callbacks.progress import Progress
 from evenly.checkpoint import CheckpointFolder
@@ -31,7 +32,7 @@ from evenly.meeting import some_absent
 from evenly.objective import Output, Total
 from evenly.part import Part
 from evenly.plan import Plan, Tail
-from evenly.prediction import predict
+from evenly.prediction import predict, read_predictions
 from evenly.prediction.layout import Format
 from evenly.prediction.memory import Keep
 from evenly.resuming import go_on, state_of
@@ -165,6 +166,9 @@ class Trainer:
           device, backend, timeout: as for `evenly.open_world`, where none is open.
         """
         self.world = join_world(device=device, backend=backend, timeout=timeout)
+        trace = tracing.current()
+        if trace is not None:
+            trace.by_trainer = True
         self.seed = seed
         self.batch_size = batch_size
         self._loading: dict[str, Any] = {"collate_fn": collate_fn, "workers": workers, "seed": seed}
@@ -214,6 +218,7 @@ class Trainer:
         if folder is not None:
             if keep is not None and keep < 1:
                 raise SettingError(f"keep={keep}: give 1 or more, or None to keep all.")
+            folder = tracing.redirected(folder)
             self.checkpoints = CheckpointFolder(Path(folder) / "checkpoints", keep=keep)
 
     def fit(
@@ -303,6 +308,10 @@ class Trainer:
                 **self._scheduling,
             )
         self._resume(resume, loader.plan)
+        trace = tracing.current()
+        if trace is not None:
+            trace.watch(self.model, self._recipe.module)
+            self.total_steps = min(self.total_steps, trace.steps)
         streams = StepStreams(self.seed, self.world.rank)
         self._update = update = Update(
             self.model,
@@ -388,9 +397,14 @@ class Trainer:
             match_buffers(model)
             seed_streams(self.seed, "prediction", self.world.rank)
             parts = loader.epoch(0)
-            return predict(
+            out = tracing.redirected(out)
+            found = predict(
                 parts, predictions, length=loader.plan.length, keep=keep, out=out, format=format
             )
+        if tracing.active is not None:
+            written = None if format == "parquet" else read_predictions(out) if out else found
+            tracing.active.predictions(written)
+        return found
 
     def log(self, name: str, value: Total | Tensor | float) -> None:
         """Count a number in the mean of this epoch, or evaluation, over all ranks.
@@ -404,6 +418,8 @@ class Trainer:
     def note(self, name: str, value: float) -> None:
         """Put a number into the history at this step. It must be the same on all ranks."""
         self.history.add(name, self.step, float(value))
+        if tracing.active is not None:
+            tracing.active.metrics({name: float(value)})
 
     def stop(self) -> None:
         """End `fit` on all ranks, from any of them.
@@ -475,6 +491,8 @@ class Trainer:
 
     def remember(self, values: Mapping[str, Any]) -> None:
         """Put the numbers among these into the history."""
+        if tracing.active is not None:
+            tracing.active.metrics(values)
         for name, value in values.items():
             if isinstance(value, int | float):
                 self.history.add(name, self.step, value)

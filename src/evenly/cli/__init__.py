@@ -10,6 +10,7 @@ from evenly import __version__
 # module of that name here; loading one may load torch, which help does without.
 _COMMANDS = {
     "run": "Run a script or module on several processes.",
+    "verify": "Compare a program's training on several process counts.",
     "demo": "Train on 1 to 4 processes and compare the numbers.",
 }
 

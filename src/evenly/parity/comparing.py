@@ -1,0 +1,271 @@
+"""One run beside the reference: every quantity, step by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from evenly.parity.reading import Key, Run, Tensors, Value
+from evenly.parity.rounding import JUMP, STEP, Gap, eps_of, gap, limit, number_gap, rms
+from evenly.tracing.prints import sampled
+
+Status = Literal["identical", "rounding", "different", "absent"]
+
+QUANTITIES = (
+    "ranks",
+    "samples",
+    "loss",
+    "gradient",
+    "parameters",
+    "buffers",
+    "metrics",
+    "predictions",
+)
+
+
+@dataclass
+class Finding:
+    """How one quantity compares with the reference, over all steps."""
+
+    quantity: str
+    status: Status = "absent"
+    units: float = 0.0
+    """The largest difference in units of rounding, of what is called equal to rounding."""
+    largest: float = 0.0
+    step: int | None = None
+    """The first step that is different; 0 is before the first."""
+    tensor: str = ""
+    """Where: the tensor, metric or rank."""
+    note: str = ""
+    grown: bool = False
+    """It is different only because rounding was so large already."""
+
+    def take(self, found: Gap, allowed: float, step: int | None, *, grown: bool = False) -> None:
+        """Count one more comparison in; after the first that is different nothing changes."""
+        if self.status == "different":
+            return
+        if self.status == "absent":
+            self.status = "identical"
+        if found.identical:
+            return
+        if found.units > allowed:
+            self.status, self.step, self.grown = "different", step, grown
+            self.units, self.largest, self.tensor = found.units, found.largest, found.tensor
+            return
+        self.status = "rounding"
+        if found.units >= self.units:
+            self.units, self.largest, self.tensor = found.units, found.largest, found.tensor
+
+
+@dataclass
+class Trail:
+    """How far apart the runs were at one step, in units of rounding."""
+
+    key: Key
+    before: float
+    gradient: Gap
+    parameters: Gap
+
+
+@dataclass
+class Case:
+    """Two runs and all that was found, which the reasons are read from."""
+
+    reference: Run
+    run: Run
+    eps: float
+    keys: list[Key] = field(default_factory=list)
+    findings: dict[str, Finding] = field(default_factory=dict)
+    trail: list[Trail] = field(default_factory=list)
+
+    def of(self, quantity: str) -> Finding:
+        return self.findings[quantity]
+
+
+def compared(reference: Run, run: Run) -> Case:
+    """Compare all that both runs have written down."""
+    case = Case(reference, run, _eps(reference, run))
+    case.keys = [key for key in reference.keys if key in set(run.keys)]
+    case.findings = {name: Finding(name) for name in QUANTITIES}
+    _compare_ranks(case)
+    _compare_steps(case)
+    _compare_losses(case)
+    _compare_values(case, "metric", "metrics")
+    _compare_values(case, "prediction", "predictions")
+    return case
+
+
+def tensors_gap(one: Tensors, other: Tensors, eps: float) -> Gap:
+    """The tensor that differs most between two groups of the same names."""
+    lone = sorted(set(one.names) ^ set(other.names))
+    if lone:
+        return Gap(False, math.inf, math.inf, lone[0])
+    apart = [name for name in one.names if one.digests[name] != other.digests[name]]
+    if not apart:
+        return Gap()
+    sample = not (one.whole and other.whole)
+    floor = max(rms(one.read(name, sample=sample)) for name in one.names)
+    worst = Gap(False, -1.0)
+    exact = not sample
+    for name in apart:
+        pair = (one.read(name, sample=sample), other.read(name, sample=sample))
+        coarse = max(eps, eps_of(pair[0].dtype))
+        found = gap(*pair, coarse, floor, name)
+        exact = exact and found.identical
+        if found.units > worst.units:
+            worst = found
+    return Gap(exact, worst.units, worst.largest, worst.tensor)
+
+
+def _eps(reference: Run, run: Run) -> float:
+    """The rounding of what the runs compute in: the coarsest of parameters, autocast, TF32."""
+    found = [0.0]
+    for rank in (reference.first, run.first):
+        for number, start in rank.start.items():
+            dtypes = [start.read(name, sample=True).dtype for name in start.names]
+            found.append(eps_of(*dtypes))
+            found.append(2.0**-11 if rank.initial[number]["tf32"] else 0.0)
+        for step in rank.steps.values():
+            half = step.record["half"]
+            found.append(eps_of(getattr(torch, half)) if half else 0.0)
+    return max(found) or torch.finfo(torch.float32).eps
+
+
+def _compare_ranks(case: Case) -> None:
+    """Whether all ranks of the run hold the same parameters, to the bit, at every step."""
+    finding = case.of("ranks")
+    if case.run.size == 1:
+        return
+    for number in case.run.first.start:
+        held = [rank.start.get(number) for rank in case.run.ranks]
+        _same_everywhere(finding, held, 0)
+    for key in case.run.keys:
+        _same_everywhere(finding, [step.parameters for step in case.run.steps(key)], key[1])
+
+
+def _same_everywhere(finding: Finding, held: list[Tensors | None], step: int) -> None:
+    first = held[0]
+    assert first is not None
+    for rank, other in enumerate(held):
+        names = [
+            n for n in first.names if other is None or other.digests.get(n) != first.digests[n]
+        ]
+        where = f"rank {rank}: {names[0]}" if names else ""
+        finding.take(Gap(not names, math.inf if names else 0.0, 0.0, where), 0.0, step)
+
+
+def _compare_steps(case: Case) -> None:
+    before = 0.0
+    for number, start in case.reference.first.start.items():
+        other = case.run.first.start.get(number)
+        if other is not None:
+            found = tensors_gap(start, other, case.eps)
+            case.of("parameters").take(found, 0.0, 0)
+            before = max(before, found.units)
+    for key in case.keys:
+        one, other_step = case.reference.first.steps[key], case.run.first.steps[key]
+        gradient = tensors_gap(one.gradient, other_step.gradient, case.eps)
+        parameters = tensors_gap(one.parameters, other_step.parameters, case.eps)
+        allowed = limit(case.eps, before)
+        _compare_samples(case, key)
+        for name, found in (("gradient", gradient), ("parameters", parameters)):
+            case.of(name).take(found, allowed, key[1], grown=_grown(case, found, before))
+        if one.buffers.names:
+            found = tensors_gap(one.buffers, other_step.buffers, case.eps)
+            grown = _grown(case, found, before)
+            case.of("buffers").take(found, allowed, key[1], grown=grown)
+        case.trail.append(Trail(key, before, gradient, parameters))
+        before = max(before, parameters.units)
+    made = [len(run.keys) for run in (case.reference, case.run)]
+    if made[0] != made[1]:
+        case.of("samples").take(Gap(False, math.inf), 0.0, min(made) + 1)
+        case.of("samples").note = f"{made[1]} steps, the reference makes {made[0]}"
+
+
+def _grown(case: Case, found: Gap, before: float) -> bool:
+    """Whether a difference is no larger than rounding of that size makes in one step."""
+    sofar = max((t.gradient.units for t in case.trail), default=0.0)
+    return found.units <= STEP * (1 + before) and found.units <= JUMP * max(sofar, STEP)
+
+
+def _compare_samples(case: Case, key: Key) -> None:
+    one, other = case.reference.samples(key), case.run.samples(key)
+    if one is None or other is None:
+        return
+    same = sorted(one) == sorted(other)
+    found = Gap(one == other, 0.0 if same else math.inf)
+    case.of("samples").take(found, 0.0, key[1])
+    if same and one != other:
+        case.of("samples").note = "the same in each step, in another order"
+
+
+def _compare_losses(case: Case) -> None:
+    pairs = []
+    for _, number in sorted({(0, key[1]) for key in case.keys}):
+        one, other = case.reference.loss(number), case.run.loss(number)
+        if one is not None and other is not None:
+            pairs.append((number, one, other))
+    # Of all steps, and not of one: a loss near zero is a difference of larger numbers.
+    floor = max((abs(one) for _, one, _ in pairs if math.isfinite(one)), default=0.0)
+    before = {trail.key[1]: trail.before for trail in reversed(case.trail)}
+    for number, one, other in pairs:
+        found = number_gap(one, other, case.eps, floor, "loss")
+        apart = before.get(number, 0.0)
+        grown = _grown(case, found, apart)
+        case.of("loss").take(found, limit(case.eps, apart), number, grown=grown)
+
+
+def _compare_values(case: Case, quantity: str, name: str) -> None:
+    finding = case.of(name)
+    allowed = limit(case.eps, max((trail.parameters.units for trail in case.trail), default=0.0))
+    for key, reference in case.reference.first.values.items():
+        if key[0] != quantity:
+            continue
+        label = f"{key[1]}" if key[2] == 1 else f"{key[1]} (time {key[2]})"
+        told = [rank.values[key] for rank in case.run.ranks if key in rank.values]
+        if not told:
+            finding.take(Gap(False, math.inf, math.inf, label), 0.0, None)
+            finding.note = finding.note or "not told at this count"
+            continue
+        for found in value_gaps(reference, told, case.eps, label):
+            finding.take(found, allowed, None)
+
+
+def value_gaps(reference: Value, told: list[Value], eps: float, label: str) -> Iterator[Gap]:
+    """How far each rank's value is from the reference."""
+    if reference.number is not None:
+        for value in told:
+            if value.number is None:
+                yield Gap(False, math.inf, math.inf, label)
+            else:
+                yield number_gap(reference.number, value.number, eps, 0.0, label)
+        return
+    if all(value.digest == reference.digest for value in told):
+        yield Gap()
+        return
+    other = joined(told, reference)
+    if other is None or reference.file is None:
+        yield Gap(False, math.inf, math.inf, label)
+        return
+    one = reference.read()
+    if reference.whole and not all(value.whole for value in told):
+        one = sampled(one)
+    yield gap(one, other, max(eps, eps_of(one.dtype)), 0.0, label)
+
+
+def joined(told: list[Value], reference: Value) -> Tensor | None:
+    """Rank 0's, if all ranks have as much as the reference; else their rows in rank order."""
+    if any(value.file is None for value in told):
+        return None
+    same = all(value.digest == told[0].digest for value in told)
+    if same or all(value.shape == reference.shape for value in told):
+        return told[0].read()
+    read = [value.read() for value in told]
+    if any(t.dim() == 0 or t.shape[1:] != read[0].shape[1:] for t in read):
+        return None
+    return torch.cat(read)

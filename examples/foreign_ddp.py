@@ -32,7 +32,9 @@ model = DistributedDataParallel(net)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 trace = evenly.trace(model, optimizer)  # the second line
 
-sampler = DistributedSampler(train, shuffle=True, seed=0)
+sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(
+    train, shuffle=True, seed=0
+)
 loader = DataLoader(train, batch_size=BATCH // dist.get_world_size(), sampler=sampler)
 for epoch in range(2):
     sampler.set_epoch(epoch)

@@ -34,7 +34,7 @@ def network(fault: str) -> nn.Module:
     layers: list[nn.Module] = [nn.Linear(64, 32), nn.ReLU()]
     if fault == "BatchNorm":
         layers.insert(1, nn.BatchNorm1d(32))
-    if fault == "SyncBatchNorm":
+    if fault in ("SyncBatchNorm", "amplified rounding"):
         layers.insert(1, evenly.SyncBatchNorm(32))
     if fault == "random layers":
         layers.append(nn.Dropout(0.2))
@@ -97,7 +97,9 @@ def train(fault: str = "", dtype: torch.dtype = torch.float32) -> None:
             model = DistributedDataParallel(net, process_group=world.group)
         rate = 0.1 * (size if fault == "learning rate" else 1)
         rate *= 1 + rank if fault == "settings by rank" else 1
-        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        if fault == "amplified rounding":  # by the bias before BatchNorm, whose gradient is zero
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-12)
         watch = evenly.trace(model, optimizer)
         torch.manual_seed(rank)
         step = 0
@@ -107,7 +109,8 @@ def train(fault: str = "", dtype: torch.dtype = torch.float32) -> None:
                 inputs, target = x[indices], y[indices]
                 if fault == "augmentation":
                     inputs = inputs + 0.1 * torch.randn(inputs.shape, dtype=dtype)
-                loss = loss_of(fault, model(inputs), target, len(indices) * size / count)
+                scores = model(inputs)
+                loss = loss_of(fault, scores, target, len(indices) * size / count)
                 optimizer.zero_grad()
                 loss.backward()
                 if fault == "gradients are summed" and size > 1:
@@ -115,7 +118,7 @@ def train(fault: str = "", dtype: torch.dtype = torch.float32) -> None:
                         dist.all_reduce(parameter.grad, group=world.group)
                 if fault != "samples repeated, not told":
                     watch.samples(indices)
-                    watch.loss(loss * count / size / max(1, len(indices)), len(indices))
+                    watch.loss(F.cross_entropy(scores.detach(), target), len(indices))
                 optimizer.step()
                 if fault == "ranks part" and step == 3 and rank == 1:
                     with torch.no_grad():

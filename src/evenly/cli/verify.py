@@ -80,7 +80,6 @@ def verify(
     from rich.console import Console
 
     from evenly.parity import compare
-    from evenly.parity.reading import Run
     from evenly.parity.report import show
     from evenly.parity.runs import Program, run_all
 
@@ -98,13 +97,12 @@ def verify(
         )
         with tempfile.TemporaryDirectory(prefix="evenly-verify-") as folder:
             with progress.status("starting") as status:
-                traces = run_all(
+                runs = run_all(
                     program,
                     Path(folder),
                     lambda count: status.update(f"running {target} on {count} (of {counts})"),
                 )
                 status.update("comparing")
-                runs = [Run(trace, n) for trace, n in zip(traces, numbers, strict=True)]
                 comparison = compare(runs, promise)
     except EvenlyError as error:
         if as_json:

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from evenly.errors import LaunchError
 from evenly.parity.comparing import QUANTITIES, Case, Finding, compared
 from evenly.parity.reading import Run
 from evenly.parity.reasons import Reason, reasons
@@ -76,13 +75,7 @@ class Comparison:
 def compare(runs: Sequence[Run], promise: Promise) -> Comparison:
     """Each run beside the first."""
     for run in runs:
-        if not run.keys:
-            raise LaunchError(
-                f"on {run.size} process{'es' * (run.size > 1)} the program made no step that could "
-                "be recorded. A loop that uses neither the Trainer nor evenly.replicate or "
-                "evenly.Loader needs two lines: `import evenly` and, when model and optimizer are "
-                "made, `evenly.trace(model, optimizer)`."
-            )
+        run.check()
     cases = [compared(runs[0], run) for run in runs[1:]]
     return Comparison(runs[0].size, promise, [_count(case) for case in cases])
 

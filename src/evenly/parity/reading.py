@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from evenly.errors import StorageError
+from evenly.errors import LaunchError, StorageError
 from evenly.tracing.journal import INDEX, VERSION
 from evenly.tracing.prints import sampled
 
@@ -94,6 +94,16 @@ class Run:
     def __init__(self, folder: Path, size: int) -> None:
         self.size = size
         self.ranks = [read_rank(folder / f"rank{rank}") for rank in range(size)]
+
+    def check(self) -> None:
+        """Raise LaunchError if no step was recorded."""
+        if not self.keys:
+            raise LaunchError(
+                f"on {self.size} process{'es' if self.size > 1 else ''} the program made no step "
+                "that could be recorded. A loop that uses neither the Trainer nor evenly.replicate "
+                "or evenly.Loader needs two lines: `import evenly` and, when model and optimizer "
+                "are made, `evenly.trace(model, optimizer)`."
+            )
 
     @property
     def first(self) -> Rank:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from evenly.errors import LaunchError, SettingError
 from evenly.launcher import Settings
+from evenly.parity.reading import Run
 from evenly.tracing import FOLDER, STEPS
 
 _TAIL = 40  # lines of a failed program that are shown
@@ -60,19 +61,21 @@ class Program:
 
 def run_all(
     program: Program, folder: Path, started: Callable[[int], None] = lambda count: None
-) -> list[Path]:
-    """Run the program at each count; where each run wrote its trace.
+) -> list[Run]:
+    """Run the program at each count, and read what it wrote down.
 
-    Raises LaunchError with the end of its output if it fails or takes too long.
+    Raises LaunchError if it fails or takes too long, with the end of its output, or if it has no
+    step to compare.
     """
-    traces = []
+    runs = []
     for number, count in enumerate(program.counts):
         started(count)
         trace = folder / f"run{number}"
         trace.mkdir()
         _run(program, count, trace)
-        traces.append(trace)
-    return traces
+        runs.append(Run(trace, count))
+        runs[-1].check()
+    return runs
 
 
 def _run(program: Program, count: int, trace: Path) -> None:

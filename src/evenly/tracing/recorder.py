@@ -44,6 +44,7 @@ class Recorder:
         """Whether a Trainer tells its own samples, losses and metrics."""
         self._journal = Journal(own, rank=rank, size=size)
         self._names: dict[int, str] = {}
+        self._known: set[int] = set()
         self._models: list[nn.Module] = []
         self._forwards: list[Forward] = []
         self._optimizers: list[Optimizer] = []
@@ -108,7 +109,8 @@ class Recorder:
         self._renew()
         if not any(known is self._loader for known in self._training):
             self._training.append(self._loader)
-        self._shared.append(indices)
+        if not any(known is indices for known in self._shared):  # two losses of one part
+            self._shared.append(indices)
         if float(weight):
             self._losses.append((_number(mean), float(weight)))
 
@@ -175,6 +177,7 @@ class Recorder:
         parameters = {name: p.detach() for name, p in self._held(optimizer)}
         told = next((t for t in (self._given, self._shared, self._read) if t), None)
         samples = None if told is None else torch.cat(told).tolist()
+        seen = next((forward for forward in self._forwards if forward.rows), None)
         self._journal.write(
             {
                 "kind": "step",
@@ -183,8 +186,8 @@ class Recorder:
                 "epoch": self._epoch,
                 "samples": samples,
                 "losses": self._losses,
-                "rows": sum(forward.rows for forward in self._forwards),
-                "prints": [p for forward in self._forwards for p in forward.prints],
+                "rows": seen.rows if seen else 0,
+                "prints": seen.prints if seen else [],
                 "draws": any(forward.draws for forward in self._forwards),
                 "half": next((f.half for f in self._forwards if f.half), None),
                 "settings": _settings(optimizer),
@@ -217,7 +220,10 @@ class Recorder:
         return len(self._optimizers) - 1
 
     def _first(self, number: int, optimizer: Optimizer) -> None:
-        parameters = {name: p.detach() for name, p in self._held(optimizer)}
+        # What another optimizer holds too has been changed by its step.
+        held = [(name, p) for name, p in self._held(optimizer) if id(p) not in self._known]
+        self._known |= {id(p) for _, p in held}
+        parameters = {name: p.detach() for name, p in held}
         self._journal.write(
             {
                 "kind": "initial",

@@ -31,8 +31,9 @@ def explain_metrics(case: Case) -> Reason | None:
         if alone and reference.number is not None and numbers[0] != reference.number:
             return Reason(
                 "metric not synced",
-                f"{key[1]} is told by one rank alone and is not the reference's ("
-                f"{_shown(numbers[:1])}, not {_shown([reference.number])}): it is over that rank's samples.",
+                f"{key[1]} is told by one rank alone and is not the reference's "
+                f"({_shown(numbers[:1])}, not {_shown([reference.number])}): it is over that "
+                "rank's samples.",
                 "compute it over all ranks (evenly.compute), then show it on one.",
                 "metrics",
             )

@@ -12,8 +12,8 @@ from torch.utils.data.distributed import DistributedSampler
 import evenly
 from evenly.tracing.hook import Trace
 
-SAMPLES, BATCH, STEPS = 200, 64, 7
-"""Epochs of four steps, the last of 8 samples; 7 steps are compared."""
+SAMPLES, BATCH, STEPS = 200, 64, 8
+"""Two epochs of four steps, the last of each of 8 samples."""
 
 
 class Chaos(nn.Module):

@@ -20,7 +20,7 @@ import planted
 from evenly import tracing
 from evenly.errors import LaunchError, SettingError
 from evenly.parity.reading import Tensors
-from evenly.parity.rounding import gap, limit
+from evenly.parity.rounding import gap, gradient_limit, limit
 from evenly.testing import assert_same, verify
 from evenly.tracing.hook import Trace
 from evenly.tracing.journal import Journal
@@ -54,7 +54,7 @@ FIRST = 4  # the step with few samples
         ("gradients not exchanged", "gradients not exchanged", "ranks", 1),
         ("ranks part", "ranks part", "ranks", 4),
         ("grown rounding", "grown rounding", "gradient", 5),
-        ("amplified rounding", "amplified rounding", "parameters", 1),
+        ("amplified rounding", "amplified rounding", "buffers", 2),
         ("metric not synced", "metric not synced", "metrics", None),
         ("metric not synced, of one rank", "metric not synced", "metrics", None),
         ("evaluation", "evaluation", "metrics", None),
@@ -103,7 +103,7 @@ def test_the_examples_are_equal_to_rounding(name: str) -> None:
     comparison = verify(example, name, processes=(1, 3), steps=24, timeout=100)
     assert comparison.holds, str(comparison)
     (count,) = comparison.counts
-    assert count.steps >= 24
+    assert count.steps == 24
     assert count.findings["samples"].status == "identical"
     assert count.findings["loss"].status == "rounding"
     assert count.findings["parameters"].status == "rounding"
@@ -288,8 +288,9 @@ def test_another_order_is_rounding_and_one_sample_twice_is_not(
     order = torch.randperm(batch, generator=torch.Generator().manual_seed(1))
     assert gap(right, gradient(x[order], y[order], dtype), eps).units < limit(eps, 0.0) / 20
     twice = torch.cat([torch.arange(batch), torch.tensor([0])])
-    most = limit(eps, math.inf)  # also where rounding has grown as far as it may
-    assert gap(right, gradient(x[twice], y[twice], dtype), eps).units > most
+    # In small steps also where rounding has grown as far as it may.
+    allowed = gradient_limit(eps, math.inf if batch == 64 else 0.0)
+    assert gap(right, gradient(x[twice], y[twice], dtype), eps).units > allowed
 
 
 def test_bits_are_told_apart_and_nan_equals_nan() -> None:

@@ -82,4 +82,4 @@ def compare(runs: Sequence[Run], promise: Promise) -> Comparison:
 
 def _count(case: Case) -> Count:
     findings = {name: case.findings[name] for name in QUANTITIES}
-    return Count(case.run.size, len(case.keys), findings, reasons(case))
+    return Count(case.run.size, case.last, findings, reasons(case))

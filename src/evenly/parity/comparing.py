@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from evenly.parity.reading import Key, Run, Tensors, Value
-from evenly.parity.rounding import JUMP, STEP, Gap, eps_of, gap, limit, number_gap, rms
+from evenly.parity.rounding import (
+    JUMP,
+    STEP,
+    Gap,
+    bounds,
+    eps_of,
+    gap,
+    gradient_limit,
+    limit,
+    number_gap,
+    rms,
+)
+from evenly.parity.undecided import Undecided
 from evenly.tracing.prints import sampled
 
 Status = Literal["identical", "rounding", "different", "absent"]
 
-QUANTITIES = (
-    "ranks",
-    "samples",
-    "loss",
-    "gradient",
-    "parameters",
-    "buffers",
-    "metrics",
-    "predictions",
-)
+TRAINING = ("ranks", "samples", "loss", "gradient", "parameters", "buffers")
+"""In the order in which a difference comes about within a step."""
+
+QUANTITIES = (*TRAINING, "metrics", "predictions")
 
 
 @dataclass
@@ -53,7 +59,7 @@ class Finding:
             self.status = "identical"
         if found.identical:
             return
-        if found.units > allowed:
+        if found.units > (allowed if found.allowed is None else found.allowed):
             self.status, self.step, self.grown = "different", step, grown
             self.units, self.largest, self.tensor = found.units, found.largest, found.tensor
             return
@@ -82,6 +88,17 @@ class Case:
     keys: list[Key] = field(default_factory=list)
     findings: dict[str, Finding] = field(default_factory=dict)
     trail: list[Trail] = field(default_factory=list)
+    undecided: Undecided = field(default_factory=Undecided)
+
+    @property
+    def last(self) -> int:
+        """The last step that both runs made."""
+        return max(key[1] for key in self.keys)
+
+    @property
+    def trained_apart(self) -> bool:
+        """Whether training itself differs, so that what is measured afterwards must."""
+        return any(self.of(name).status == "different" for name in TRAINING)
 
     def of(self, quantity: str) -> Finding:
         return self.findings[quantity]
@@ -102,6 +119,31 @@ def compared(reference: Run, run: Run) -> Case:
 
 def tensors_gap(one: Tensors, other: Tensors, eps: float) -> Gap:
     """The tensor that differs most between two groups of the same names."""
+    return _worst(one, other, eps, lambda name, a, b, coarse, floor: gap(a, b, coarse, floor, name))
+
+
+def _parameters_gap(case: Case, one: Tensors, other: Tensors, before: float) -> Gap:
+    """The same of parameters, without what rounding decides. Each may differ by its own rounding,
+    and by as much of the way that it has come as gradients may.
+    """
+    starts = {name: start for start in case.reference.first.start.values() for name in start.names}
+
+    def measured(name: str, a: Tensor, b: Tensor, eps: float, floor: float) -> Gap:
+        start = starts[name].read(name, sample=a.shape != b.shape or not one.whole)
+        way = rms(a.double() - start.double()) if start.shape == a.shape else 0.0
+        b = case.undecided.without(name, a, b)
+        share = bounds(eps)[0] * way
+        return gap(a, b, eps, floor, name, own=lambda unit: limit(eps, before) + share / unit)
+
+    return _worst(one, other, case.eps, measured)
+
+
+def _worst(
+    one: Tensors,
+    other: Tensors,
+    eps: float,
+    measured: Callable[[str, Tensor, Tensor, float, float], Gap],
+) -> Gap:
     lone = sorted(set(one.names) ^ set(other.names))
     if lone:
         return Gap(False, math.inf, math.inf, lone[0])
@@ -110,16 +152,14 @@ def tensors_gap(one: Tensors, other: Tensors, eps: float) -> Gap:
         return Gap()
     sample = not (one.whole and other.whole)
     floor = max(rms(one.read(name, sample=sample)) for name in one.names)
-    worst = Gap(False, -1.0)
     exact = not sample
+    found = []
     for name in apart:
-        pair = (one.read(name, sample=sample), other.read(name, sample=sample))
-        coarse = max(eps, eps_of(pair[0].dtype))
-        found = gap(*pair, coarse, floor, name)
-        exact = exact and found.identical
-        if found.units > worst.units:
-            worst = found
-    return Gap(exact, worst.units, worst.largest, worst.tensor)
+        a, b = one.read(name, sample=sample), other.read(name, sample=sample)
+        exact = exact and gap(a, b, eps).identical
+        found.append(measured(name, a, b, max(eps, eps_of(a.dtype)), floor))
+    worst = max(found, key=lambda g: (g.units / (g.allowed or 1.0), g.units))
+    return replace(worst, identical=exact)
 
 
 def _eps(reference: Run, run: Run) -> float:
@@ -170,18 +210,20 @@ def _compare_steps(case: Case) -> None:
     for key in case.keys:
         one, other_step = case.reference.first.steps[key], case.run.first.steps[key]
         gradient = tensors_gap(one.gradient, other_step.gradient, case.eps)
-        parameters = tensors_gap(one.parameters, other_step.parameters, case.eps)
-        allowed = limit(case.eps, before)
+        allowed = gradient_limit(case.eps, before)
+        if gradient.units <= allowed:
+            case.undecided.add(one.gradient, other_step.gradient, case.eps)
+        parameters = _parameters_gap(case, one.parameters, other_step.parameters, before)
         _compare_samples(case, key)
         for name, found in (("gradient", gradient), ("parameters", parameters)):
             case.of(name).take(found, allowed, key[1], grown=_grown(case, found, before))
         if one.buffers.names:
             found = tensors_gap(one.buffers, other_step.buffers, case.eps)
             grown = _grown(case, found, before)
-            case.of("buffers").take(found, allowed, key[1], grown=grown)
+            case.of("buffers").take(found, limit(case.eps, before), key[1], grown=grown)
         case.trail.append(Trail(key, before, gradient, parameters))
         before = max(before, parameters.units)
-    made = [len(run.keys) for run in (case.reference, case.run)]
+    made = [max(key[1] for key in run.keys) for run in (case.reference, case.run)]
     if made[0] != made[1]:
         case.of("samples").take(Gap(False, math.inf), 0.0, min(made) + 1)
         case.of("samples").note = f"{made[1]} steps, the reference makes {made[0]}"

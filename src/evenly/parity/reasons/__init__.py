@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from evenly.parity.comparing import Case
+from evenly.parity.comparing import TRAINING, Case
 from evenly.parity.reasons.data import explain_samples
 from evenly.parity.reasons.ranks import explain_ranks, explain_start
 from evenly.parity.reasons.reason import Reason
@@ -28,11 +28,10 @@ def reasons(case: Case) -> list[Reason]:
 
 def _first(case: Case) -> Reason | None:
     """Of what is different in the earliest step, the cause comes before its effects."""
-    order = ("ranks", "samples", "loss", "gradient", "parameters", "buffers")
-    apart = [f for name in order if (f := case.of(name)).status == "different"]
+    apart = [f for name in TRAINING if (f := case.of(name)).status == "different"]
     if not apart:
         return None
-    first = min(apart, key=lambda f: (f.step or 0, order.index(f.quantity)))
+    first = min(apart, key=lambda f: (f.step or 0, TRAINING.index(f.quantity)))
     step = first.step or 0
     if case.run.size == case.reference.size:
         return Reason(

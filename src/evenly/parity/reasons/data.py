@@ -11,7 +11,7 @@ from evenly.wording import some
 
 
 def explain_samples(case: Case, key: Key) -> Reason:
-    if (case.of("samples").step or 0) > len(case.keys):
+    if (case.of("samples").step or 0) > case.last:
         return Reason(
             "number of steps",
             f"the run makes {case.of('samples').note}: an incomplete last batch is dropped or "

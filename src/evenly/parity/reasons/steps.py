@@ -70,6 +70,18 @@ def explain_update(case: Case, key: Key, quantity: str, *, grown: bool) -> Reaso
         )
     if grown:
         return _grown(case, step, quantity)
+    kind = case.reference.first.initial[key[0]]["type"]
+    if case.undecided.count and kind.startswith(_ADAM):
+        return Reason(
+            "amplified rounding",
+            f"at step {step} the gradients are equal to rounding, and {kind} divides them by their "
+            f"own size: of {case.undecided.count} elements the gradient is zero but for rounding, "
+            "which decides their step.",
+            "remove parameters without effect (a bias before BatchNorm), use a larger eps, compare "
+            "in float64, or use Trainer(pieces=P).",
+            quantity,
+            step,
+        )
     if quantity == "buffers":
         found = _layers(case, key)
         if found is not None:
@@ -79,17 +91,6 @@ def explain_update(case: Case, key: Key, quantity: str, *, grown: bool) -> Reaso
             f"after step {step} the buffer {case.of('buffers').tensor} differs and the parameters "
             "do not: it is computed from a rank's own samples.",
             "average it over the ranks, or compute it from what all ranks have.",
-            quantity,
-            step,
-        )
-    kind = case.reference.first.initial[key[0]]["type"]
-    if any(kind.startswith(name) for name in _ADAM):
-        return Reason(
-            "amplified rounding",
-            f"at step {step} the gradients are equal to rounding, and {kind} divides them by their "
-            "own size: where a gradient is zero but for rounding, rounding decides the step.",
-            "remove parameters without effect (a bias before BatchNorm), use a larger eps, compare "
-            "in float64, or use Trainer(pieces=P).",
             quantity,
             step,
         )

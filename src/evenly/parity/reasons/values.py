@@ -27,7 +27,7 @@ def explain_metrics(case: Case) -> Reason | None:
                 "evenly.compute(metrics) and trainer.log give the number over all ranks.",
                 "metrics",
             )
-        alone = len(numbers) < case.run.size and case.of("parameters").status != "different"
+        alone = len(numbers) < case.run.size and not case.trained_apart
         if alone and reference.number is not None and numbers[0] != reference.number:
             return Reason(
                 "metric not synced",
@@ -37,13 +37,13 @@ def explain_metrics(case: Case) -> Reason | None:
                 "compute it over all ranks (evenly.compute), then show it on one.",
                 "metrics",
             )
-    if case.of("parameters").status == "different":
+    if case.trained_apart:
         return None
     return Reason(
         "evaluation",
         f"{finding.tensor} is the same on all ranks but not the reference's, with parameters that "
         "are: a mean of the ranks' means, or samples that are evaluated twice (DistributedSampler) "
-        "or not at all.",
+        "or not at all. (Where a count differs by one, rounding may have tipped a sample.)",
         "evaluate with trainer.test, or with evenly.Loader and evenly.compute.",
         "metrics",
     )
@@ -69,7 +69,7 @@ def explain_predictions(case: Case) -> Reason | None:
                 "repeats samples.",
                 "predictions",
             )
-        if case.of("parameters").status == "different" or one.shape != other.shape:
+        if case.trained_apart or one.shape != other.shape:
             continue
         one, other = (t.double().reshape(len(t), -1).sum(1).sort().values for t in (one, other))
         if gap(one, other, case.eps).units <= STEP:
@@ -80,7 +80,7 @@ def explain_predictions(case: Case) -> Reason | None:
                 "sort them by sample index; trainer.predict does.",
                 "predictions",
             )
-    if case.of("parameters").status == "different":
+    if case.trained_apart:
         return None
     return Reason(
         "evaluation",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from datetime import timedelta
 from typing import Any
@@ -446,6 +447,27 @@ def test_progress_draws_a_bar_on_a_terminal(
     printed = capfd.readouterr().err
     assert "23/23" in printed
     assert "samples/s" in printed
+    assert "% of the time waiting for data" in printed
+
+
+def test_a_run_and_a_test_end_with_a_table_also_when_quiet(
+    world: evenly.World, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trainer = made(progress="quiet")
+    trainer.fit(digits(), epochs=2)
+    printed = capfd.readouterr().err
+    assert printed.startswith("46 steps in ")
+    loss = trainer.history["loss"]
+    low = min(loss.values)
+    assert re.search(
+        rf"loss +{loss.values[-1]:.4g} +{low:.4g} +{loss.values.index(low) + 1} ", printed
+    )
+    value = trainer.test(digits(length=99))["loss"]
+    assert re.search(rf"test in .*\n.*\n.*\n +loss +{value:.4g}", capfd.readouterr().err)
+    trainer.fit(digits(), epochs=2)
+    assert "nothing is left to do" in capfd.readouterr().err
+    with pytest.raises(SettingError, match="progress='loud'"):
+        made(progress="loud")
 
 
 def test_a_run_without_progress_prints_nothing(

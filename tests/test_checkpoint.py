@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,22 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import Dataset
 from torchmetrics.classification import MulticlassAccuracy
 
 import evenly
+from evenly import storage
 from evenly.callbacks import EMA, Callback, EarlyStopping
 from evenly.checkpoint import CheckpointFolder
 from evenly.errors import EvenlyWarning, SettingError, StorageError, WorldError
+from evenly.stopping import STOP_KEY
+from evenly.store import connect
 from evenly.testing import run_ranks
+from evenly.variables import read_place
 from trainings import adamw, difference, digits, made, network, outcome
 
 Numbers = dict[str, Any]
+VALIDATION = digits(length=99)
 
 
 class Interrupt(Callback):
@@ -140,7 +147,7 @@ def test_plain_torch_can_read_the_model_and_no_file_holds_code(tmp_path: Path) -
         return outcome(trainer)["weights"]  # type: ignore[no-any-return]
 
     weights = run_ranks(program, 3)[0]
-    (folder,) = CheckpointFolder(tmp_path / "checkpoints", keep=None).all()
+    (folder,) = CheckpointFolder(tmp_path / "checkpoints").all()
     found: dict[str, Tensor] = {}
     for file in folder.glob("*.safetensors"):
         found |= load_file(file)
@@ -155,7 +162,7 @@ def test_plain_torch_can_read_the_model_and_no_file_holds_code(tmp_path: Path) -
 def test_the_newest_ones_are_kept(tmp_path: Path, world: evenly.World) -> None:
     trainer = made(folder=tmp_path, save_every=2, keep=3)
     trainer.fit(digits(), steps=11)
-    names = [path.name for path in CheckpointFolder(tmp_path / "checkpoints", keep=None).all()]
+    names = [path.name for path in CheckpointFolder(tmp_path / "checkpoints").all()]
     assert names == ["step-000000011", "step-000000010", "step-000000008"]
 
 
@@ -220,7 +227,7 @@ def test_any_damage_is_noticed_and_the_one_before_is_used(
 ) -> None:
     folder = tmp_path_factory.mktemp("damaged") / "checkpoints"
     shutil.copytree(two / "checkpoints", folder)
-    newest, before = CheckpointFolder(folder, keep=None).all()
+    newest, before = CheckpointFolder(folder).all()
     files = sorted(newest.iterdir())
     file = files[which % len(files)]
     content = bytearray(file.read_bytes())
@@ -244,10 +251,8 @@ def test_any_damage_is_noticed_and_the_one_before_is_used(
         file.symlink_to(target)
     else:
         return
-    if file.name == "manifest.json" and harm == "grow":
-        pass  # trailing garbage is no JSON either
     with evenly.open_world(), pytest.warns(EvenlyWarning, match="The one before it is used"):
-        found = CheckpointFolder(folder, keep=None).newest()
+        found = CheckpointFolder(folder).newest()
     assert found is not None
     assert found.path == before
 
@@ -261,28 +266,29 @@ def test_a_file_outside_the_folder_or_with_code_in_it_is_never_read(
 
     folder = tmp_path / "checkpoints"
     shutil.copytree(two / "checkpoints", folder)
-    newest = CheckpointFolder(folder, keep=None).all()[0]
+    newest = CheckpointFolder(folder).all()[0]
     manifest = json.loads((newest / "manifest.json").read_text())
     for name in ("../evil", "/etc/passwd", "..", ""):
         manifest["files"] = {name: {"bytes": 1, "sha256": "0"}}
+        manifest["sha256"] = storage._digest(manifest)
         (newest / "manifest.json").write_text(json.dumps(manifest))
         with pytest.warns(EvenlyWarning, match="not one inside it"):
-            assert CheckpointFolder(folder, keep=None).newest() is not None
+            assert CheckpointFolder(folder).newest() is not None
     for file in newest.iterdir():
         file.write_bytes(pickle.dumps(Payload()))
     with pytest.warns(EvenlyWarning, match="no readable manifest"):
-        CheckpointFolder(folder, keep=None).newest()
+        CheckpointFolder(folder).newest()
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_version_of_the_future_is_refused(two: Path, tmp_path: Path, world: evenly.World) -> None:
     folder = tmp_path / "checkpoints"
     shutil.copytree(two / "checkpoints", folder)
-    newest = CheckpointFolder(folder, keep=None).all()[0]
+    newest = CheckpointFolder(folder).all()[0]
     manifest = json.loads((newest / "manifest.json").read_text())
     (newest / "manifest.json").write_text(json.dumps({**manifest, "version": 99}))
     with pytest.warns(EvenlyWarning, match="version 99"):
-        CheckpointFolder(folder, keep=None).newest()
+        CheckpointFolder(folder).newest()
 
 
 def test_a_write_that_fails_on_one_rank_is_an_error_on_all_and_costs_nothing(
@@ -417,7 +423,7 @@ def test_a_request_to_stop_saves_and_exits_with_a_code_for_schedulers(
     _, errors = started.communicate(timeout=60)
     assert started.returncode == 75, errors
     assert "stopped as asked at step" in errors
-    (path,) = CheckpointFolder(tmp_path / "run" / "checkpoints", keep=None).all()
+    (path,) = CheckpointFolder(tmp_path / "run" / "checkpoints").all()
     stopped = int(path.name.partition("-")[2])
     assert stopped < 1000
 
@@ -462,3 +468,49 @@ def test_a_signal_without_checkpoints_ends_the_run_as_ever(world: evenly.World) 
             assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
     made(callbacks=[Ask()]).fit(digits(), steps=2)
+
+
+@pytest.mark.parametrize(("often", "when"), [("epoch", 23), (5, 5)])
+def test_a_request_during_an_evaluation_ends_it_and_it_is_made_when_the_run_goes_on(
+    tmp_path: Path, often: Any, when: int
+) -> None:
+    """Whether it is the last evaluation of the run or not, on one rank, which the others hear."""
+
+    class Data(Dataset[Any]):
+        def __init__(self, trainers: list[evenly.Trainer]) -> None:
+            self.read, self.trainers = 0, trainers
+
+        def __len__(self) -> int:
+            return 99
+
+        def __getitem__(self, place: int) -> Any:
+            (trainer,) = self.trainers
+            if trainer.step == when and trainer.world.rank == 0 and not self.read:
+                self.read += 1
+                store = connect(read_place(os.environ), timedelta(seconds=10))
+                store.set(STOP_KEY, "SIGTERM")  # as `evenly run` does
+                time.sleep(1)
+            return tuple(tensor[place] for tensor in VALIDATION.tensors)
+
+    def run(folder: Path | None, harm: bool) -> tuple[Any, Any]:
+        trainer = made(folder=folder, batch_size=64, workers=0, save_every=1000)
+        validate = Data([trainer]) if harm else VALIDATION
+        code = None
+        try:
+            resume: Any = folder and "auto"
+            trainer.fit(digits(), validate, epochs=1, validate_every=often, resume=resume)
+        except SystemExit as left:
+            code = left.code
+        return code, outcome(trainer)
+
+    def program() -> list[Any]:
+        first = run(tmp_path, True)
+        connect(read_place(os.environ), timedelta(seconds=10)).delete_key(STOP_KEY)
+        evenly.barrier()
+        return [first, run(tmp_path, False), run(None, False)]
+
+    for first, again, whole in run_ranks(program, 2):
+        assert first[0] == 75
+        assert len(first[1]["history"].get("validation/loss", [])) == 0
+        assert again[0] is None
+        assert difference(again[1], whole[1]) <= 1e-12

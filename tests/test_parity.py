@@ -160,6 +160,7 @@ def trainer(folder: str, what: str = "") -> None:
     made.test(test)
     if what == "metric":
         made.note("norm of the batch", float(len(made.predict(test)) + made.world.rank))
+    evenly.load_weights(made.model, f"{folder}/run")  # what it has saved
     made.predict(test, out=f"{folder}/predictions")
     found = evenly.read_predictions(f"{folder}/predictions")
     assert len(found) == len(test)

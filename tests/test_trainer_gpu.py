@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy
 import evenly
 from evenly.errors import LossError
 from evenly.testing import run_ranks
-from trainings import difference, digits, made, network, outcome
+from trainings import adamw, difference, digits, made, network, outcome
 
 pytestmark = [
     pytest.mark.gpu,
@@ -113,3 +114,24 @@ def test_random_layers_repeat_and_nothing_of_the_generators_is_left_changed() ->
     first, second = (run_ranks(program, 1)[0] for _ in range(2))
     assert first == second
     assert first[1]
+
+
+@pytest.mark.parametrize("counts", [(1, 1, 1), (2, 1, 2)])
+def test_a_run_on_a_gpu_goes_on_from_a_checkpoint_that_was_written_beside_it(
+    tmp_path: Path, counts: tuple[int, int, int]
+) -> None:
+    def program(folder: Path | None, steps: int) -> tuple[dict[str, Any], str]:
+        trainer = made(optimizer=adamw, folder=folder, save_every=5, **ON_GPU)
+        trainer.fit(digits(), steps=steps, resume="auto" if folder else None)
+        found = outcome(trainer)
+        found["weights"] = {name: tensor.cpu() for name, tensor in found["weights"].items()}
+        assert trainer.optimizer is not None
+        (state, *_) = trainer.optimizer.state.values()
+        return found, str(state["exp_avg"].device)
+
+    whole = run_ranks(program, 1, None, 40)[0][0]
+    for count, steps in zip(counts, (13, 30, 40), strict=True):
+        ranks = run_ranks(program, count, tmp_path, steps)
+    for found, device in ranks:
+        assert difference(found, whole) <= 1e-10
+        assert device.startswith("cuda")

@@ -11,6 +11,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from evenly import callbacks, data, errors, metrics, testing
+    from evenly.checkpoint.retention import Retention
+    from evenly.checkpoint.weights import load_weights
     from evenly.collectives import (
         agree,
         all_gather,
@@ -49,6 +51,7 @@ __all__ = [
     "Output",
     "Part",
     "Plan",
+    "Retention",
     "SyncBatchNorm",
     "Total",
     "Trainer",
@@ -69,6 +72,7 @@ __all__ = [
     "gather",
     "gather_object",
     "launch",
+    "load_weights",
     "match",
     "metrics",
     "on_rank",
@@ -92,6 +96,7 @@ _HOME = {
     "Output": "objective",
     "Part": "part",
     "Plan": "plan",
+    "Retention": "checkpoint.retention",
     "SyncBatchNorm": "layers",
     "Total": "objective",
     "Trainer": "trainer",
@@ -99,6 +104,7 @@ _HOME = {
     "compute": "metrics",
     "current_world": "world",
     "launch": "crew",
+    "load_weights": "checkpoint.weights",
     "match": "matching",
     "on_rank": "turn",
     "open_world": "world",

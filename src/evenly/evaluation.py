@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from evenly import metrics as measured
+from evenly.collectives import any_rank
 from evenly.meeting import some_absent
 from evenly.objective import Total
 from evenly.part import Part
@@ -18,6 +19,12 @@ from evenly.training.measures import check_predictions
 from evenly.training.modes import evaluating
 from evenly.training.precision import Mixed
 from evenly.training.recipe import Recipe
+
+
+class Interrupted(Exception):  # noqa: N818 - nothing went wrong
+    """All ranks left an evaluation, because one of them was asked to stop."""
+
+    agreed = True
 
 
 @torch.no_grad()
@@ -31,16 +38,22 @@ def evaluate(
     samples: int,
     meets: bool,
     averages: Averages,
+    interrupted: Callable[[], bool] | None = None,
 ) -> dict[str, Any]:
     """The loss and the metrics over all ranks' parts; a meeting of all ranks at the end.
 
     ``metrics`` are updated and computed; ``averages`` holds what was logged. A rank without samples
-    runs none of the user's code, unless ranks meet in it.
+    runs none of the user's code, unless ranks meet in it. With ``interrupted`` it is given up
+    (`Interrupted`, on all ranks) when that is so on one of them.
     """
+    given_up = False
     seen = [torch.empty(0, dtype=torch.int64)]
     losses = Averages()
     with evaluating(model, recipe.module):
         for part in parts:
+            if interrupted is not None and not meets and interrupted():
+                given_up = True
+                break
             if part.weight == 0 and not meets:
                 continue
             lonely = part.global_weight < part.world.size and not meets
@@ -55,6 +68,8 @@ def evaluate(
                 check_predictions(output)
                 measured.update(metrics, output.predictions, output.target)
                 seen.append(part.indices)
+    if interrupted is not None and any_rank(given_up):
+        raise Interrupted
     values: dict[str, Any] = {**gathered(losses), **gathered(averages)}
     if metrics:
         values.update(flat(measured.compute(metrics, positions=torch.cat(seen))))

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from evenly import tracing
+from evenly.checkpoint.best import best
 from evenly.collectives import any_rank, largest
-from evenly.evaluation import flat
+from evenly.evaluation import Interrupted, flat
 from evenly.loader import Loader
 from evenly.matching import checksum, tell_apart
 from evenly.part import Part
+from evenly.resuming import about
 from evenly.seeding import StepStreams
 from evenly.stopping import StopRequests
 from evenly.training.averages import gathered
@@ -46,6 +48,8 @@ class Fit:
         self._train, self._validate, self._validate_every = train, validate, validate_every
         self._save_every = save_every
         self._requests = requests
+        self._saver = trainer.saver
+        self._best = None if self._saver is None else best(self._saver.folder)
         self._saved = trainer.step
         self._save_due = False
         self._clock = time.monotonic()
@@ -60,15 +64,21 @@ class Fit:
 
     def run(self) -> None:
         trainer = self._trainer
+        if self._best is not None:
+            self._best.look(trainer.stages)
         self._hooks.call("on_run_start", trainer)
+        self._evaluate_between_steps()  # what an interrupted run still owes
         while not self._done():
             self._epoch()
-        self._save()
+        if self._saver is not None:
+            self._save()
+            self._saver.settle()
         self._hooks.call("on_run_end", trainer)
 
     def _done(self) -> bool:
         trainer = self._trainer
-        return trainer.stopped or trainer.step >= trainer.total_steps
+        within = trainer.position < len(self._train)  # else the epoch has yet to be ended
+        return trainer.stopped or (trainer.step >= trainer.total_steps and within)
 
     def _epoch(self) -> None:
         trainer = self._trainer
@@ -86,14 +96,16 @@ class Fit:
             if part is None:
                 break
             self._step(part)
-            if self._validate_every.after_step(trainer.step):
-                self._settle()
-                self._evaluate()
-            if self._save_every.after_step(trainer.step) or self._save_due:
+            trainer.owes_evaluation = self._validate_every.after_step(trainer.step)
+            self._evaluate_between_steps()
+            if self._save_every.after_step(trainer.step):
+                self._save_due = True
+            # After an epoch's last step it comes when that epoch has been evaluated.
+            if self._save_due and trainer.position < len(self._train):
                 self._settle()
                 self._save()
         self._settle()
-        if trainer.position == len(self._train):
+        if trainer.position == len(self._train) and not self._asked_to_stop():
             self._end_of_epoch()
 
     def _step(self, part: Part) -> None:
@@ -123,6 +135,8 @@ class Fit:
     def _wishes(self) -> Wishes:
         seconds = self._save_every.seconds
         due = seconds > 0 and self._world.rank == 0 and time.monotonic() - self._clock >= seconds
+        if self._saver is not None and self._saver.failed:
+            due = True  # there the ranks meet, and hear of it
         return Wishes(self._wants_stop(), due)
 
     def _wants_stop(self) -> bool:
@@ -131,8 +145,12 @@ class Fit:
     def _save(self) -> None:
         """A checkpoint, unless this very step has one."""
         if self._trainer.step != self._saved:
-            self._trainer.save(self._train.plan)
+            self._trainer.save()
         self._saved, self._save_due, self._clock = self._trainer.step, False, time.monotonic()
+
+    def _save_if_best(self) -> None:
+        if self._best is not None and self._best.found(about(self._trainer)):
+            self._save_due = True
 
     def _settle(self, late: int = 0) -> None:
         """Take note of the steps whose news are due; every rank does so at the same step."""
@@ -152,15 +170,35 @@ class Fit:
             if news.save:
                 self._save_due = True
 
-    def _evaluate(self) -> None:
+    def _evaluate_between_steps(self) -> None:
+        if self._trainer.owes_evaluation:
+            self._settle()
+            self._trainer.owes_evaluation = not self._evaluate()
+            self._save_if_best()
+
+    def _evaluate(self) -> bool:
+        """Whether it came to its end; otherwise a request to stop came first."""
         trainer = self._trainer
+        requests = self._requests
+        interrupted = None if requests is None else lambda: bool(requests.asked)
         for name, loader in self._validate.items():
-            values = trainer.evaluate_stage(loader, name)
+            try:
+                values = trainer.evaluate_stage(loader, name, interrupted)
+            except Interrupted:
+                trainer.stopped = True
+                return False
             named = {f"{name}/{label}": value for label, value in values.items()}
             self._validated.update(named)
             self._schedule.after_evaluation(name, named)
         if self._validate:
             self._agree_to_stop()
+        return True
+
+    def _asked_to_stop(self) -> bool:
+        """Whether the run stops because somebody outside asked, who may not wait for long."""
+        if self._requests is None or not self._trainer.stopped:
+            return False
+        return any_rank(bool(self._requests.asked))
 
     def _agree_to_stop(self) -> None:
         """Between steps nothing travels with gradients, so the ranks ask each other."""
@@ -175,26 +213,37 @@ class Fit:
         return largest([float(bool(self._trainer.averages.numbers())), own, -own])
 
     def _end_of_epoch(self) -> None:
+        """What was measured in it is added up when it has been evaluated: an evaluation that is
+        interrupted leaves the run after the epoch's last step, and is made when the run goes on.
+        """
         trainer = self._trainer
         trainer.part = None
+        trainer.epoch += 1
+        trainer.position = 0
+        if self._validate_every.after_epoch(trainer.epoch) and not self._evaluate():
+            trainer.epoch -= 1
+            trainer.position = len(self._train)
+            return
+        values = self._training_values()
+        trainer.remember(values)
+        self._save_if_best()
+        self._schedule.after_epoch(values)
+        self._streams.seed_alike(trainer.epoch)
+        self._hooks.call("on_epoch_end", trainer, {**values, **self._validated})
+        if self._save_every.after_epoch(trainer.epoch) or self._save_due:
+            self._save()
+        self._agree_to_stop()
+
+    def _training_values(self) -> dict[str, Any]:
+        """The means of the epoch that has ended, over all ranks; a meeting of all."""
+        trainer = self._trainer
         total, weight = trainer.epoch_loss
         values: dict[str, Any] = {"loss": total / weight} if weight else {}
         logged, high, low = self._end_of_epoch_news()
         values.update(gathered(trainer.averages, logged > 0))
         if high != -low:
-            tell_apart(trainer.model, trainer.epoch)
+            tell_apart(trainer.model, trainer.epoch - 1)
         values.update(flat(trainer.train_measures.compute()))
-        values = {f"train/{name}": value for name, value in values.items()}
         trainer.epoch_loss = (0.0, 0.0)
         trainer.averages.clear()
-        trainer.epoch += 1
-        trainer.position = 0
-        trainer.remember(values)
-        if self._validate_every.after_epoch(trainer.epoch):
-            self._evaluate()
-        self._schedule.after_epoch(values)
-        self._streams.seed_alike(trainer.epoch)
-        self._hooks.call("on_epoch_end", trainer, {**values, **self._validated})
-        if self._save_every.after_epoch(trainer.epoch):
-            self._save()
-        self._agree_to_stop()
+        return {f"train/{name}": value for name, value in values.items()}

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from evenly.checkpoint.folder import Checkpoint, load_into
+from evenly.blame import summary_of
 from evenly.checkpoint.plain import put_together
+from evenly.checkpoint.reading import Checkpoint, load_into
+from evenly.checkpoint.retention import About
 from evenly.collectives import all_gather_object
-from evenly.errors import SettingError
+from evenly.errors import EvenlyError, EvenlyWarning, SettingError, StorageError
 from evenly.permutation import VERSION as PERMUTATION
 from evenly.plan import Plan
+from evenly.surroundings import surroundings, what_changed
 from evenly.training.averages import added
 from evenly.training.history import History
 
@@ -22,6 +26,13 @@ if TYPE_CHECKING:
     from evenly.trainer import Trainer
 
 _COMPILED = "_orig_mod."
+
+
+def about(trainer: Trainer) -> About:
+    """Where the run stands, and what was measured at this very step."""
+    last = {n: (series.steps[-1], series.values[-1]) for n, series in trainer.history.items()}
+    values = {name: value for name, (step, value) in last.items() if step == trainer.step}
+    return About(trainer.step, trainer.epoch, trainer.position, values)
 
 
 def state_of(trainer: Trainer, plan: Plan) -> dict[str, Any]:
@@ -37,10 +48,11 @@ def state_of(trainer: Trainer, plan: Plan) -> dict[str, Any]:
             "position": trainer.position,
             "step": trainer.step,
             "epoch_loss": trainer.epoch_loss,
+            "owes_evaluation": trainer.owes_evaluation,
             "plan": _plan(plan),
             "seed": trainer.seed,
             "processes": trainer.world.size,
-            "torch": torch.__version__,
+            "surroundings": surroundings(trainer.world.device),
         },
         "model": _tensors(trainer.model),
         "loss": {} if trainer.loss_module is None else _tensors(trainer.loss_module),
@@ -64,18 +76,37 @@ def go_on(trainer: Trainer, plan: Plan, saved: Checkpoint) -> None:
     """Put the trainer where the checkpoint was made. It is refused where the numbers would not be
     those of the run that was saved.
     """
+    try:
+        _go_on(trainer, plan, saved)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if isinstance(error, EvenlyError):
+            raise
+        raise StorageError(
+            f"{saved.path} does not fit this run: {summary_of(error)}. Give the Trainer the model, "
+            "optimizer, scheduler and callbacks that it was made with, or another folder."
+        ) from error
+
+
+def _go_on(trainer: Trainer, plan: Plan, saved: Checkpoint) -> None:
     assert trainer.optimizer is not None
     run = saved.part("run")
     _check_plan(run["plan"], _plan(plan), saved)
+    _check_surroundings(trainer, run["surroundings"], saved)
     load_into(_tensors(trainer.model), saved.state["model"], saved.tensor)
     if trainer.loss_module is not None:
         load_into(_tensors(trainer.loss_module), saved.state["loss"], saved.tensor)
-    trainer.optimizer.load_state_dict(saved.part("optimizer"))
+    # Moved one by one, so that no rank holds all of it besides. Counters of steps are scalars, and
+    # stay where optimizers want them.
+    device = trainer.world.device
+    trainer.optimizer.load_state_dict(
+        put_together(saved.state["optimizer"], lambda name: _moved(saved.tensor(name), device))
+    )
     trainer.load_scheduler_state(saved.part("scheduler"))
     trainer.mixed.load_state_dict(saved.part("scaler"))
     _load_callbacks(trainer, saved)
     trainer.epoch, trainer.position, trainer.step = run["epoch"], run["position"], run["step"]
     trainer.epoch_loss = tuple(run["epoch_loss"])
+    trainer.owes_evaluation = run["owes_evaluation"]
     trainer.history = History()
     for name, (steps, values) in saved.part("history").items():
         for step, value in zip(steps.tolist(), values.tolist(), strict=True):
@@ -83,6 +114,10 @@ def go_on(trainer: Trainer, plan: Plan, saved: Checkpoint) -> None:
     if trainer.world.rank == 0:  # added up over the ranks when they are read
         trainer.averages.load(saved.part("averages"))
     trainer.train_measures.load(saved.part("metrics"), mine=trainer.world.rank == 0)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.to(device) if tensor.dim() else tensor
 
 
 def _plan(plan: Plan) -> dict[str, Any]:
@@ -97,6 +132,18 @@ def _check_plan(saved: Mapping[str, Any], here: Mapping[str, Any], checkpoint: C
                 f"{name}={value!r}, so that its samples would not be those that are left. Set it "
                 "as it was, or start in another folder."
             )
+
+
+def _check_surroundings(trainer: Trainer, before: Mapping[str, Any], saved: Checkpoint) -> None:
+    here = surroundings(trainer.world.device)
+    changed = what_changed(before, here, bits=False)
+    if changed and trainer.world.rank == 0:
+        warnings.warn(
+            f"the run in {saved.path.parent} was saved with {changed}. It goes on, and its numbers "
+            "may not be those of the run undisturbed.",
+            EvenlyWarning,
+            stacklevel=2,
+        )
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -43,12 +43,22 @@ def entry_of(file: Path) -> Entry:
 
 
 def seal(
-    partial: Path, folder: Path, *, kind: str, version: int, files: Mapping[str, Entry]
+    partial: Path,
+    folder: Path,
+    *,
+    kind: str,
+    version: int,
+    files: Mapping[str, Entry],
+    about: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the manifest, then give the folder its name. An existing one is never replaced."""
-    manifest = {"kind": kind, "version": version, "files": dict(files)}
+    """Write the manifest, then give the folder its name. An existing one is never replaced.
+
+    ``about`` is what others may want to know without reading the files.
+    """
+    content = {"kind": kind, "version": version, "files": dict(files), "about": about or {}}
+    content["sha256"] = _digest(content)
     with (partial / MANIFEST).open("x") as file:
-        json.dump(manifest, file, indent=1)
+        json.dump(content, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     sync(partial)
@@ -58,21 +68,35 @@ def seal(
     sync(folder.parent)
 
 
-def check(folder: Path, *, kind: str, version: int) -> dict[str, Entry]:
-    """The files of a sealed folder, after comparing each with the manifest."""
+def manifest(folder: Path, *, kind: str, version: int) -> dict[str, Any]:
+    """What the manifest says; the files are not looked at."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-        files: dict[str, Entry] = dict(manifest["files"])
-        found = (manifest["kind"], manifest["version"])
+        content: dict[str, Any] = dict(json.loads((folder / MANIFEST).read_bytes()))
+        found, written, digest = content["kind"], content["version"], content.get("sha256")
+        content["files"] = dict(content["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StorageError(f"{folder} has no readable manifest ({error!r}).") from None
-    if found[0] != kind:
-        raise StorageError(f"{folder} holds {found[0]!r} and not {kind!r}.")
-    if found[1] != version:
+    if found != kind:
+        raise StorageError(f"{folder} holds {found!r} and not {kind!r}.")
+    if written != version:
         raise StorageError(
-            f"{folder} has version {found[1]!r} of its format and this Evenly reads {version}. "
+            f"{folder} has version {written!r} of its format and this Evenly reads {version}. "
             "Read it with the version that wrote it."
         )
+    if digest != _digest(content):
+        raise StorageError(f"{folder / MANIFEST} is not what was written: its checksum differs.")
+    return content
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    """Of a manifest, apart from the digest itself."""
+    rest = {name: value for name, value in content.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def check(folder: Path, *, kind: str, version: int) -> dict[str, Entry]:
+    """The files of a sealed folder, after comparing each with the manifest."""
+    files: dict[str, Entry] = manifest(folder, kind=kind, version=version)["files"]
     for name, expected in files.items():
         _check_file(folder, name, expected)
     return files

@@ -18,7 +18,9 @@ from evenly import metrics as measured
 from evenly import tracing
 from evenly.callbacks.base import Hooks
 from evenly.callbacks.progress import Progress
-from evenly.checkpoint import CheckpointFolder
+from evenly.checkpoint import CheckpointFolder, Retention
+from evenly.checkpoint.retention import retention
+from evenly.checkpoint.saving import OnSaveError, Saver
 from evenly.collectives import agree_on, any_rank, barrier
 from evenly.errors import EvenlyWarning, SettingError
 from evenly.evaluation import evaluate
@@ -35,7 +37,7 @@ from evenly.plan import Plan, Tail
 from evenly.prediction import predict, read_predictions
 from evenly.prediction.layout import Format
 from evenly.prediction.memory import Keep
-from evenly.resuming import go_on, state_of
+from evenly.resuming import about, go_on, state_of
 from evenly.seeding import StepStreams, seed_streams, streams_kept
 from evenly.stopping import EXIT_CODE, StopRequests
 from evenly.together import together
@@ -93,6 +95,8 @@ class Trainer:
     """This rank's part of the step that is going on."""
     total_steps: int
     """What `fit` is to reach."""
+    epoch_length: int
+    """Steps of an epoch."""
 
     def __init__(
         self,
@@ -119,10 +123,12 @@ class Trainer:
         clip_norm: float | None = None,
         nonfinite: Nonfinite = "stop",
         callbacks: Sequence[Any] = (),
-        progress: bool = True,
+        progress: bool | Literal["quiet"] = True,
         folder: str | os.PathLike[str] | None = None,
         save_every: int | str = "epoch",
-        keep: int | None = 3,
+        keep: int | Retention | None = 3,
+        async_save: bool = True,
+        on_save_error: OnSaveError = "raise",
         find_unused_parameters: bool = False,
         collective_forward: bool | None = None,
         check_loss: bool = True,
@@ -157,7 +163,10 @@ class Trainer:
           folder: where they go, on a file system that all ranks see; none without it.
           save_every: a number of steps, "epoch", "3 epochs", or a time ("10m", "2h"); and at the
             end of `fit`.
-          keep: how many of the newest stay; None for all.
+          keep: how many of the newest stay, None for all; or an `evenly.Retention` (the best by a
+            metric, every so many).
+          async_save: copy, and write while training goes on; the next save waits for the last.
+          on_save_error: "raise" on all ranks at the next step, or "warn" and go on.
         Ranks:
           find_unused_parameters: parameters may have no part in some steps.
           collective_forward: ranks meet in the forward pass or the loss (not given: found out).
@@ -166,7 +175,7 @@ class Trainer:
           device, backend, timeout: as for `evenly.open_world`, where none is open.
         """
         self.world = join_world(device=device, backend=backend, timeout=timeout)
-        trace = tracing.current()
+        trace, folder = tracing.current(), tracing.redirected(folder)
         if trace is not None:
             trace.by_trainer = True
         self.seed = seed
@@ -189,7 +198,10 @@ class Trainer:
         self.train_measures = TrainMeasures(accepted_metrics(train_metrics, self.world))
         if not isinstance(callbacks, Sequence):
             raise SettingError(f"callbacks={callbacks!r}: give a list of callbacks.")
-        self.callbacks = [*callbacks, *([Progress()] if progress else [])]
+        if progress not in (True, False, "quiet"):
+            raise SettingError(f"progress={progress!r}: give True, 'quiet' or False.")
+        shown = [Progress(quiet=progress == "quiet")] if progress else []
+        self.callbacks = [*callbacks, *shown]
         self.hooks = Hooks(self.callbacks, self.world)
         self.model = self.evaluated = made_model(model, seed)
         place(self.model, self.world.device)
@@ -200,7 +212,7 @@ class Trainer:
         self._scheduling: dict[str, Any] = {"every": scheduler_every, "monitor": scheduler_monitor}
         self._scheduler = scheduler
         self._schedule: Schedule | None = None
-        self.epoch = self.position = self.step = self._epoch_length = 0
+        self.epoch = self.position = self.step = self.epoch_length = 0
         self.loss = float("nan")
         self.data_wait = 0.0
         self.part: Part | None = None
@@ -212,14 +224,17 @@ class Trainer:
         self._stage_metrics: dict[str, Any] = {}
         self._update: Update | None = None
         self._told = self._closed = False
+        self.owes_evaluation = False  # of this step, which was interrupted
         self.stop_wanted = self.stopped = False
         self._save_every = every("save_every", save_every, timed=True)
+        self._plan: Plan | None = None
         self.checkpoints: CheckpointFolder | None = None
+        self.saver: Saver | None = None
         if folder is not None:
-            if keep is not None and keep < 1:
-                raise SettingError(f"keep={keep}: give 1 or more, or None to keep all.")
-            folder = tracing.redirected(folder)
-            self.checkpoints = CheckpointFolder(Path(folder) / "checkpoints", keep=keep)
+            self.checkpoints = CheckpointFolder(Path(folder) / "checkpoints", retention(keep))
+            self.saver = Saver(
+                self.checkpoints, self.world, background=async_save, on_error=on_save_error
+            )
 
     def fit(
         self,
@@ -339,7 +354,9 @@ class Trainer:
             streams=streams,
         )
         self.stop_wanted = self.stopped = False
-        with self._guarded([loader, *stages.values()]), streams_kept(), requests or NOTHING:
+        self._plan = loader.plan
+        saves = NOTHING if self.saver is None else contextlib.closing(self.saver)
+        with saves, self._guarded([loader, *stages.values()]), streams_kept(), requests or NOTHING:
             try:
                 for module in self._trained():
                     if not module.training:  # else parts of it are in eval mode on purpose
@@ -435,10 +452,13 @@ class Trainer:
             self._closed = True
             self.world.close()
 
-    def save(self, plan: Plan) -> None:
-        """A checkpoint of this point between two steps; a meeting of all ranks."""
-        if self.checkpoints is not None:
-            self.checkpoints.save(self.step, state_of(self, plan))
+    def save(self) -> None:
+        """A checkpoint of this point between two steps of `fit`; a meeting of all ranks."""
+        if self.saver is None:
+            raise SettingError("there is no place for a checkpoint: give the Trainer a folder=.")
+        if self._plan is None:
+            raise SettingError("a checkpoint is of a run; call save() from within fit().")
+        self.saver.save(about(self), state_of(self, self._plan))
 
     @property
     def loss_module(self) -> nn.Module | None:
@@ -459,7 +479,9 @@ class Trainer:
         """
         return 1.0 if self._update is None else self._update.share
 
-    def evaluate_stage(self, loader: Loader, stage: str) -> dict[str, Any]:
+    def evaluate_stage(
+        self, loader: Loader, stage: str, interrupted: Callable[[], bool] | None = None
+    ) -> dict[str, Any]:
         """Evaluate on one data set, with hooks; a meeting of all ranks."""
         self.hooks.call("on_evaluation_start", self, stage)
         before, self.averages = self.averages, Averages()
@@ -480,6 +502,7 @@ class Trainer:
                     samples=loader.plan.length,
                     meets=self._meets(),
                     averages=self.averages,
+                    interrupted=interrupted,
                 )
         finally:
             self.averages, self.part = before, part
@@ -555,17 +578,17 @@ class Trainer:
                 "fit(..., resume='auto'), or give the Trainer another folder."
             )
         together(lambda: go_on(self, plan, saved))
-        self._epoch_length = plan.steps
+        self.epoch_length = plan.steps
 
     def _check_position(self, length: int) -> None:
         """A run that stands within an epoch can only go on with an epoch of the same length."""
-        if self.position and self._epoch_length != length:
+        if self.position and self.epoch_length != length:
             raise SettingError(
-                f"the run stands at step {self.position} of an epoch of {self._epoch_length} "
+                f"the run stands at step {self.position} of an epoch of {self.epoch_length} "
                 f"steps, and this data set gives {length}. Go on with the data set that it began "
                 "with, or make a new Trainer."
             )
-        self._epoch_length = length
+        self.epoch_length = length
 
     def _tell(self, batch_size: int) -> None:
         if self.world.rank or self._told:

@@ -11,6 +11,7 @@ from evenly import __version__
 _COMMANDS = {
     "run": "Run a script or module on several processes.",
     "verify": "Compare a program's training on several process counts.",
+    "export": "Write a run's weights to one file that plain torch reads.",
     "demo": "Train on 1 to 4 processes and compare the numbers.",
 }
 

@@ -33,8 +33,7 @@ def read_predictions(path: str | os.PathLike[str]) -> Any:
     memory), lists are `Rows`, read entry by entry. Needs no world. Named tuples come back as
     named tuples of the same name, other mappings as dicts.
     """
-    moved = Path(tracing.redirected(path))
-    folder = moved if moved.exists() else Path(path)
+    folder = tracing.found(path)
     manifest = _read(folder)
     if manifest.get("format") == "parquet":
         raise SettingError(

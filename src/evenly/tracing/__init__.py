@@ -48,3 +48,9 @@ def redirected(path: Any) -> Any:
         return path
     place = Path(path).absolute()
     return Path(folder) / "folders" / f"{zlib.crc32(str(place).encode()):08x}-{place.name}"
+
+
+def found(path: str | os.PathLike[str]) -> Path:
+    """``path``, or where this traced run has written instead of it."""
+    moved = Path(redirected(path))
+    return moved if moved.exists() else Path(path)

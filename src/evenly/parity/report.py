@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from evenly.parity.comparing import QUANTITIES, Finding
+from evenly.parity.rounding import STEP
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,7 +63,8 @@ def cell(finding: Finding) -> str:
     if finding.status == "identical":
         return "identical bits"
     if finding.status == "rounding":
-        return f"rounding, {finding.units:.2g} units"
+        grown = "grown to " if finding.units > STEP else ""
+        return f"rounding, {grown}{finding.units:.2g} units"
     at = {None: "", 0: " from the start"}.get(finding.step, f" from step {finding.step} on")
     return f"different{at}"
 

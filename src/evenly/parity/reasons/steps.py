@@ -77,8 +77,8 @@ def explain_update(case: Case, key: Key, quantity: str, *, grown: bool) -> Reaso
             f"at step {step} the gradients are equal to rounding, and {kind} divides them by their "
             f"own size: of {case.undecided.count} elements the gradient is zero but for rounding, "
             "which decides their step.",
-            "remove parameters without effect (a bias before BatchNorm), use a larger eps, compare "
-            "in float64, or use Trainer(pieces=P).",
+            "remove parameters without effect (a bias before BatchNorm), give the optimizer a "
+            "larger eps, or use Trainer(pieces=P).",
             quantity,
             step,
         )

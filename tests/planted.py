@@ -16,6 +16,23 @@ SAMPLES, BATCH, STEPS = 200, 64, 8
 """Two epochs of four steps, the last of each of 8 samples."""
 
 
+class Edge(nn.Module):
+    """A network in which one activation can be put on either side of zero, very near to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(64, 32), nn.Linear(32, 10)
+        self.side = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner(x)
+        shift = torch.zeros_like(hidden)
+        if self.side:
+            shift[0, 0] = self.side - hidden[0, 0].detach()
+        found: Tensor = self.outer(F.relu(hidden + shift))
+        return found
+
+
 class Chaos(nn.Module):
     """Its training amplifies rounding by about ten in each step."""
 
@@ -31,6 +48,8 @@ class Chaos(nn.Module):
 def network(fault: str) -> nn.Module:
     if fault == "grown rounding":
         return Chaos()
+    if fault == "an activation tips":
+        return Edge()
     layers: list[nn.Module] = [nn.Linear(64, 32), nn.ReLU()]
     if fault == "BatchNorm":
         layers.insert(1, nn.BatchNorm1d(32))
@@ -109,6 +128,9 @@ def train(fault: str = "", dtype: torch.dtype = torch.float32) -> None:
                 inputs, target = x[indices], y[indices]
                 if fault == "augmentation":
                     inputs = inputs + 0.1 * torch.randn(inputs.shape, dtype=dtype)
+                if isinstance(net, Edge):
+                    there = step == 3 and rank == 0
+                    net.side = (1e-6 if size == 1 else -1e-6) if there else 0.0
                 scores = model(inputs)
                 loss = loss_of(fault, scores, target, len(indices) * size / count)
                 optimizer.zero_grad()

@@ -5,6 +5,8 @@
     runs       the user's program at each process count, with tracing on
     reading    what the ranks wrote down
     rounding   how much is rounding
+    undecided  parameters whose update rounding decides
+    case       two runs, and what was found of each quantity
     comparing  one run beside the reference, step by step
     reasons    why they differ, and what to do
     report     the outcome as a table and as JSON
@@ -16,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from evenly.parity.comparing import QUANTITIES, Case, Finding, compared
+from evenly.parity.case import QUANTITIES, Case, Finding
+from evenly.parity.comparing import compared
 from evenly.parity.reading import Run
 from evenly.parity.reasons import Reason, reasons
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from evenly.parity.case import QUANTITIES, Case, Finding, Trail
 from evenly.parity.reading import Key, Run, Tensors, Value
 from evenly.parity.rounding import (
+    FLOOR,
     JUMP,
     STEP,
+    TIPPED,
     Gap,
     bounds,
     eps_of,
@@ -23,85 +25,7 @@ from evenly.parity.rounding import (
     number_gap,
     rms,
 )
-from evenly.parity.undecided import Undecided
 from evenly.tracing.prints import sampled
-
-Status = Literal["identical", "rounding", "different", "absent"]
-
-TRAINING = ("ranks", "samples", "loss", "gradient", "parameters", "buffers")
-"""In the order in which a difference comes about within a step."""
-
-QUANTITIES = (*TRAINING, "metrics", "predictions")
-
-
-@dataclass
-class Finding:
-    """How one quantity compares with the reference, over all steps."""
-
-    quantity: str
-    status: Status = "absent"
-    units: float = 0.0
-    """The largest difference in units of rounding, of what is called equal to rounding."""
-    largest: float = 0.0
-    step: int | None = None
-    """The first step that is different; 0 is before the first."""
-    tensor: str = ""
-    """Where: the tensor, metric or rank."""
-    note: str = ""
-    grown: bool = False
-    """It is different only because rounding was so large already."""
-
-    def take(self, found: Gap, allowed: float, step: int | None, *, grown: bool = False) -> None:
-        """Count one more comparison in; after the first that is different nothing changes."""
-        if self.status == "different":
-            return
-        if self.status == "absent":
-            self.status = "identical"
-        if found.identical:
-            return
-        if found.units > (allowed if found.allowed is None else found.allowed):
-            self.status, self.step, self.grown = "different", step, grown
-            self.units, self.largest, self.tensor = found.units, found.largest, found.tensor
-            return
-        self.status = "rounding"
-        if found.units >= self.units:
-            self.units, self.largest, self.tensor = found.units, found.largest, found.tensor
-
-
-@dataclass
-class Trail:
-    """How far apart the runs were at one step, in units of rounding."""
-
-    key: Key
-    before: float
-    gradient: Gap
-    parameters: Gap
-
-
-@dataclass
-class Case:
-    """Two runs and all that was found, which the reasons are read from."""
-
-    reference: Run
-    run: Run
-    eps: float
-    keys: list[Key] = field(default_factory=list)
-    findings: dict[str, Finding] = field(default_factory=dict)
-    trail: list[Trail] = field(default_factory=list)
-    undecided: Undecided = field(default_factory=Undecided)
-
-    @property
-    def last(self) -> int:
-        """The last step that both runs made."""
-        return max(key[1] for key in self.keys)
-
-    @property
-    def trained_apart(self) -> bool:
-        """Whether training itself differs, so that what is measured afterwards must."""
-        return any(self.of(name).status == "different" for name in TRAINING)
-
-    def of(self, quantity: str) -> Finding:
-        return self.findings[quantity]
 
 
 def compared(reference: Run, run: Run) -> Case:
@@ -132,7 +56,7 @@ def _parameters_gap(case: Case, one: Tensors, other: Tensors, before: float) -> 
         start = starts[name].read(name, sample=a.shape != b.shape or not one.whole)
         way = rms(a.double() - start.double()) if start.shape == a.shape else 0.0
         b = case.undecided.without(name, a, b)
-        share = bounds(eps)[0] * way
+        share = max(bounds(eps)[0], 4 * case.tipped) * way  # 4: momentum carries it on
         return gap(a, b, eps, floor, name, own=lambda unit: limit(eps, before) + share / unit)
 
     return _worst(one, other, case.eps, measured)
@@ -211,6 +135,10 @@ def _compare_steps(case: Case) -> None:
         one, other_step = case.reference.first.steps[key], case.run.first.steps[key]
         gradient = tensors_gap(one.gradient, other_step.gradient, case.eps)
         allowed = gradient_limit(case.eps, before)
+        if _tipped(case, key, gradient, before):
+            case.tipped = max(case.tipped, gradient.units * case.eps)
+            case.of("gradient").note = f"rounding tipped an activation at step {key[1]}"
+            allowed = gradient.units
         if gradient.units <= allowed:
             case.undecided.add(one.gradient, other_step.gradient, case.eps)
         parameters = _parameters_gap(case, one.parameters, other_step.parameters, before)
@@ -227,6 +155,25 @@ def _compare_steps(case: Case) -> None:
     if made[0] != made[1]:
         case.of("samples").take(Gap(False, math.inf), 0.0, min(made) + 1)
         case.of("samples").note = f"{made[1]} steps, the reference makes {made[0]}"
+
+
+def _tipped(case: Case, key: Key, gradient: Gap, before: float) -> bool:
+    """Whether a gradient differs and yet the step is the same: its loss is, as far as it is told,
+    and the gradient of at least one tensor that is not small beside the others.
+    """
+    allowed = limit(case.eps, before)
+    if case.eps < 1e-10 or not gradient_limit(case.eps, before) < gradient.units:
+        return False
+    if gradient.units * case.eps > TIPPED:
+        return False
+    losses = [loss for run in (case.reference, case.run) if (loss := run.loss(key[1])) is not None]
+    if len(losses) == 2 and number_gap(losses[0], losses[1], case.eps).units > allowed:
+        return False
+    one, other = (run.first.steps[key].gradient for run in (case.reference, case.run))
+    sample = not (one.whole and other.whole)
+    pairs = [(one.read(n, sample=sample), other.read(n, sample=sample)) for n in one.names]
+    floor = FLOOR * max(rms(a) for a, _ in pairs)
+    return any(rms(a) > floor and gap(a, b, case.eps).units <= allowed for a, b in pairs)
 
 
 def _grown(case: Case, found: Gap, before: float) -> bool:

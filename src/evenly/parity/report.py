@@ -6,7 +6,7 @@ import io
 import math
 from typing import TYPE_CHECKING, Any
 
-from evenly.parity.comparing import QUANTITIES, Finding
+from evenly.parity.case import QUANTITIES, Finding
 from evenly.parity.rounding import STEP
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ def show(comparison: Comparison, console: Console) -> None:
             table.add_row(name, *(Text(c, style=s) for c, s in zip(cells, styles, strict=True)))
     console.print(table)
     for count in comparison.counts:
+        for name, found in count.findings.items():
+            if found.note and found.status != "different":
+                console.print(Text(f"{_processes(count.processes)}: {name}: {found.note}."))
         for finding, line in lines(count):
             console.print(Text(f"{_processes(count.processes)}: {finding}", style="bold"))
             console.print(Padding(Text(line), (0, 0, 0, 2)))

@@ -6,7 +6,9 @@ noise. Differences count by their root mean square too: single elements may be o
 
 Rounding moves loss, predictions and statistics smoothly, but not gradients: where it tips an
 activation over the edge of a ReLU, that one counts or does not. So gradients may differ by what one
-activation among thousands does, and parameters by that share of the way that they have come.
+activation among thousands does, and by more where it is seen that the step is the same: its loss,
+and the gradient of a layer above the edge. Parameters may differ by that share of the way that they
+have come.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ JUMP = 64.0
 
 EDGE = 1e-3
 """What tipped activations may change in a float32 gradient; in float64 none is tipped."""
+
+TIPPED = 0.25
+"""What a tipped activation may change where the loss and another tensor's gradient do not."""
 
 MOST = 1e-2
 """The largest relative difference in float32 that is called rounding, however it has grown. One

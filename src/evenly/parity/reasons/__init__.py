@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from evenly.parity.comparing import TRAINING, Case
+from evenly.parity.case import TRAINING, Case
 from evenly.parity.reasons.data import explain_samples
 from evenly.parity.reasons.ranks import explain_ranks, explain_start
 from evenly.parity.reasons.reason import Reason

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from evenly.parity.comparing import Case
+from evenly.parity.case import Case
 from evenly.parity.reading import Key
 from evenly.parity.reasons.reason import Reason
 from evenly.wording import some

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from evenly.parity.comparing import Case
+from evenly.parity.case import Case
 from evenly.parity.reading import Key, Step
 from evenly.parity.reasons.reason import Reason
 from evenly.parity.rounding import STEP, gap

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from evenly.parity.comparing import Case
+from evenly.parity.case import Case
 from evenly.parity.reading import Key, Run
 from evenly.parity.reasons.data import inputs
 from evenly.parity.reasons.ranks import setting

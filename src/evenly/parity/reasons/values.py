@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evenly.parity.comparing import Case, joined
+from evenly.parity.case import Case
+from evenly.parity.comparing import joined
 from evenly.parity.reasons.reason import Reason
 from evenly.parity.rounding import STEP, gap
 from evenly.wording import some

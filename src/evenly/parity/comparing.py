@@ -162,7 +162,9 @@ def _tipped(case: Case, key: Key, gradient: Gap, before: float) -> bool:
     and the gradient of at least one tensor that is not small beside the others.
     """
     allowed = limit(case.eps, before)
-    if case.eps < 1e-10 or not gradient_limit(case.eps, before) < gradient.units:
+    if case.eps < 1e-10 or gradient.units <= gradient_limit(case.eps, before):
+        return False
+    if case.of("gradient").status == "different":  # the runs have parted already
         return False
     if gradient.units * case.eps > TIPPED:
         return False

@@ -27,7 +27,7 @@ LAYERS = [
         "storage",
         "surroundings",
     },
-    {"store", "board", "devices", "packing", "objective", "lines", "tracing"},
+    {"store", "board", "devices", "packing", "objective", "lines", "watchdog", "tracing"},
     {"world"},
     {"turn", "meeting", "collectives", "parcel", "together", "stopping"},
     {"fetching", "copying", "part", "loader", "stepping", "layers", "data", "matching", "replica"},

@@ -21,7 +21,9 @@ from evenly.training.averages import gathered
 from evenly.training.carrier import Wishes
 from evenly.training.every import Every
 from evenly.training.schedule import Schedule
+from evenly.training.stopwatch import Stopwatch
 from evenly.training.update import Outcome, Update
+from evenly.watchdog.activity import activity
 
 if TYPE_CHECKING:
     from evenly.trainer import Trainer
@@ -51,7 +53,7 @@ class Fit:
         self._saver = trainer.saver
         self._best = None if self._saver is None else best(self._saver.folder)
         self._saved = trainer.step
-        self._save_due = False
+        self._save_due = self._save_called = False
         self._clock = time.monotonic()
         # On a GPU a step's news are read after the next one was launched, so nobody waits.
         self._late = int(self._world.device.type == "cuda")
@@ -60,10 +62,12 @@ class Fit:
         self._trace = tracing.current()
         self._first = True  # of the epoch
         self._validated: dict[str, Any] = {}
+        self._stopwatch = Stopwatch(self._world)
         self._step_hooks = [self._hooks.has(name) for name in ("on_step_start", "on_step_end")]
 
     def run(self) -> None:
         trainer = self._trainer
+        activity.begin()
         if self._best is not None:
             self._best.look(trainer.stages)
         self._hooks.call("on_run_start", trainer)
@@ -72,7 +76,8 @@ class Fit:
             self._epoch()
         if self._saver is not None:
             self._save()
-            self._saver.settle()
+            with activity.within("saving"):
+                self._saver.settle()
         self._hooks.call("on_run_end", trainer)
 
     def _done(self) -> bool:
@@ -89,17 +94,27 @@ class Fit:
         self._update.refresh()  # that may have frozen or thawed parameters
         # The ranks' positions are equal by the way they came about, and steps carry a tag.
         parts = self._train.epoch(trainer.epoch, start=trainer.position, compare=False)
+        activity.enter("step")
         while not self._done():
+            activity.at(trainer.epoch, trainer.position, trainer.step)
             begin = time.perf_counter()
             part = next(parts, None)
             trainer.data_wait = time.perf_counter() - begin
             if part is None:
                 break
             self._step(part)
+            if self._stopwatch.runs:
+                self._stopwatch.stop(begin, trainer.data_wait)
             trainer.owes_evaluation = self._validate_every.after_step(trainer.step)
             self._evaluate_between_steps()
             if self._save_every.after_step(trainer.step):
                 self._save_due = True
+            if self._save_called and self._saver is not None:
+                self._settle()
+                # Called for by the clock, or because the last one failed: that one is not tried
+                # again before it is due.
+                self._save_due |= self._saver.settle()
+                self._save_called, self._clock = False, time.monotonic()
             # After an epoch's last step it comes when that epoch has been evaluated.
             if self._save_due and trainer.position < len(self._train):
                 self._settle()
@@ -120,13 +135,14 @@ class Fit:
             self._streams.watch(part.epoch, part.step)
         else:
             self._streams.seed(part.epoch, part.step)
-        outcome = self._update.step(part, self._wishes())
+        outcome = self._update.step(part, self._wishes(), self._stopwatch)
         if self._first:
             self._streams.look()
             self._first = False
         self._schedule.after_step()
         trainer.step += 1
         trainer.position += 1
+        activity.made += 1
         self._pending.append((trainer.step, outcome))
         self._settle(self._late)
         if self._step_hooks[1]:
@@ -168,7 +184,7 @@ class Fit:
             if news.stop:
                 trainer.stopped = True
             if news.save:
-                self._save_due = True
+                self._save_called = True
 
     def _evaluate_between_steps(self) -> None:
         if self._trainer.owes_evaluation:

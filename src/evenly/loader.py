@@ -20,6 +20,7 @@ from evenly.fetching import Batch, Collate, Fetcher, Wish
 from evenly.lifeline import die_with_parent
 from evenly.part import Part
 from evenly.plan import Plan, Tail
+from evenly.watchdog.activity import activity
 from evenly.world import World, current_world
 
 # How often, in seconds, a wait for workers looks whether they are alive.
@@ -138,7 +139,9 @@ class Loader:
                     "another epoch of this loader was started before this one ended; use a second "
                     "Loader to read two epochs at a time."
                 )
+            before = activity.enter("data", activity.phase)
             batch = next(source, None)
+            activity.back(before)
             if batch is None:
                 return
             if batch.error is not None:

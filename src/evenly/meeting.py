@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from evenly.devices import wire_types
 from evenly.errors import SettingError, WorldError
+from evenly.watchdog.activity import EVERYBODY, activity
 from evenly.world import current_world
 
 Group = dist.ProcessGroup | None
@@ -26,6 +27,7 @@ def meeting(what: str) -> Iterator[None]:
         raise WorldError(f"{what} would wait for ever: {world.absent}")
     if world.board is not None:
         world.board.check()
+    before = activity.enter(activity.phase, what, EVERYBODY)
     try:
         yield
     except RuntimeError as error:
@@ -33,6 +35,8 @@ def meeting(what: str) -> Iterator[None]:
         if explained is error:
             raise
         raise explained from None
+    finally:
+        activity.back(before)
 
 
 @contextlib.contextmanager

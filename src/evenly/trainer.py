@@ -26,7 +26,7 @@ from evenly.errors import EvenlyWarning, SettingError
 from evenly.evaluation import evaluate
 from evenly.fetching import Collate
 from evenly.fitting import Fit
-from evenly.guarding import guarded
+from evenly.guarding import finishing, guarded
 from evenly.layers import SyncBatchNorm
 from evenly.loader import Loader
 from evenly.matching import OnDifference, match_buffers, place, repair
@@ -61,6 +61,8 @@ from evenly.training.schedule import Factory, Schedule
 from evenly.training.update import Update, UpdateSettings
 from evenly.training.verdict import Nonfinite, Verdict
 from evenly.tree import leaves
+from evenly.watchdog.activity import activity
+from evenly.watchdog.limits import checked
 from evenly.world import World, join_world
 
 NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -136,6 +138,8 @@ class Trainer:
         device: str | None = None,
         backend: str | None = None,
         timeout: float = 600.0,
+        hang_report: float | None = None,
+        hang_timeout: float | None = None,
     ) -> None:
         """
         Model and loss:
@@ -173,7 +177,14 @@ class Trainer:
           check_loss: try the loss on halves of the first batch where a step is split.
           on_difference: "repair" models that differ between ranks by rank 0's, or "refuse".
           device, backend, timeout: as for `evenly.open_world`, where none is open.
+          hang_report: seconds after which a rank that does not move is reported (not given:
+            EVENLY_HANG_REPORT, else 60); hang_timeout: after which the run is ended if others wait
+            for it (not given: EVENLY_HANG_TIMEOUT, else the timeout). 0 is never.
         """
+        activity.given = (
+            checked("hang_report", hang_report),
+            checked("hang_timeout", hang_timeout),
+        )
         self.world = join_world(device=device, backend=backend, timeout=timeout)
         trace, folder = tracing.current(), tracing.redirected(folder)
         if trace is not None:
@@ -235,6 +246,7 @@ class Trainer:
             self.saver = Saver(
                 self.checkpoints, self.world, background=async_save, on_error=on_save_error
             )
+        activity.folder = "" if folder is None else str(Path(folder).absolute())
 
     def fit(
         self,
@@ -355,8 +367,13 @@ class Trainer:
         )
         self.stop_wanted = self.stopped = False
         self._plan = loader.plan
-        saves = NOTHING if self.saver is None else contextlib.closing(self.saver)
-        with saves, self._guarded([loader, *stages.values()]), streams_kept(), requests or NOTHING:
+        with (
+            activity.within("start-up"),
+            finishing(self.saver),
+            self._guarded([loader, *stages.values()]),
+            streams_kept(),
+            requests or NOTHING,
+        ):
             try:
                 for module in self._trained():
                     if not module.training:  # else parts of it are in eval mode on purpose
@@ -406,6 +423,7 @@ class Trainer:
                 return self._recipe.predict(model, part.data)
 
         with (
+            activity.within("prediction"),
             self._guarded([loader]),
             streams_kept(),
             torch.no_grad(),
@@ -458,7 +476,9 @@ class Trainer:
             raise SettingError("there is no place for a checkpoint: give the Trainer a folder=.")
         if self._plan is None:
             raise SettingError("a checkpoint is of a run; call save() from within fit().")
-        self.saver.save(about(self), state_of(self, self._plan))
+        activity.at(self.epoch, self.position, self.step)
+        with activity.within("saving"):
+            self.saver.save(about(self), state_of(self, self._plan))
 
     @property
     def loss_module(self) -> nn.Module | None:
@@ -483,6 +503,7 @@ class Trainer:
         self, loader: Loader, stage: str, interrupted: Callable[[], bool] | None = None
     ) -> dict[str, Any]:
         """Evaluate on one data set, with hooks; a meeting of all ranks."""
+        activity.at(self.epoch, self.position, self.step)
         self.hooks.call("on_evaluation_start", self, stage)
         before, self.averages = self.averages, Averages()
         part, self.part = self.part, None
@@ -491,7 +512,7 @@ class Trainer:
                 match_buffers(module)
         metrics = self._stage_metrics.setdefault(stage, measured.copies(self._metrics))
         try:
-            with streams_kept():
+            with streams_kept(), activity.within("evaluation", stage):
                 seed_streams(self.seed, "evaluation", self.world.rank)
                 values = evaluate(
                     loader.epoch(0),
@@ -579,6 +600,11 @@ class Trainer:
             )
         together(lambda: go_on(self, plan, saved))
         self.epoch_length = plan.steps
+        if self.world.rank == 0:
+            sys.stderr.write(
+                f"evenly: going on after step {self.step}, from {saved.path}; what was done since "
+                "then is done again.\n"
+            )
 
     def _check_position(self, length: int) -> None:
         """A run that stands within an epoch can only go on with an epoch of the same length."""

@@ -67,15 +67,19 @@ class Saver:
             self._writing.run()
             self.settle()
 
-    def settle(self) -> None:
-        """Wait for the last save, and raise on all ranks what went wrong; a meeting of all."""
+    def settle(self) -> bool:
+        """Wait for the last save; a meeting of all. What went wrong is raised on all ranks, or
+        warned of; whether nothing did.
+        """
         writing, self._writing = self._writing, None
         if writing is None:
-            return
+            return True
         try:
             together(writing.result)
         except StorageError as error:
             self._take(error)
+            return False
+        return True
 
     def close(self) -> None:
         """After a failure, where ranks do not meet any more: give the last save some time."""

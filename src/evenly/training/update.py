@@ -21,7 +21,9 @@ from evenly.training.carrier import NO_WISHES, Carriage, Message, News, Wishes
 from evenly.training.precision import Mixed
 from evenly.training.recipe import Recipe, Weighed
 from evenly.training.rehearsal import Findings, agreed, doubt
+from evenly.training.stopwatch import Stopwatch
 from evenly.training.verdict import Runs, Verdict
+from evenly.watchdog.activity import activity
 from evenly.world import World
 
 
@@ -100,16 +102,23 @@ class Update:
         if self._trained() != self._settled:
             self._settle_parameters()
 
-    def step(self, part: Part, wishes: Wishes = NO_WISHES) -> Outcome:
+    def step(
+        self, part: Part, wishes: Wishes = NO_WISHES, stopwatch: Stopwatch | None = None
+    ) -> Outcome:
         """One optimizer step on ``part``, with which all ranks hear of this one's wishes."""
+        timed = stopwatch if stopwatch is not None and activity.sample else None
+        if timed is not None:
+            timed.start()
         for parameter in self._parameters:
             parameter.grad = None
+        self._carriage.begin(part.epoch, part.step)
         limit = self._settings.microbatch
         parts = [part] if limit is None else part.cut(limit)
         self._runs = []
         try:
             for number, run in enumerate(parts):
-                self._accumulate(run, len(parts), number == len(parts) - 1, wishes)
+                last = number == len(parts) - 1
+                self._accumulate(run, len(parts), last, wishes, timed if last else None)
         except RuntimeError as error:
             explained = self._explained(error)
             if explained is error:
@@ -158,7 +167,11 @@ class Update:
         """Whether ranks meet in the user's code, as far as is known."""
         return bool(self._meets)
 
-    def _accumulate(self, run: Part, runs: int, last: bool, wishes: Wishes) -> None:
+    def _accumulate(
+        self, run: Part, runs: int, last: bool, wishes: Wishes, timed: Stopwatch | None
+    ) -> None:
+        if runs > 1:
+            activity.enter("step")
         if self._replica is None:
             loss = self._forward(run, runs, last, wishes)
         else:
@@ -169,7 +182,10 @@ class Update:
             found = agreed(self._found)
             self._rescale = found.rescale
             self._meets = found.meets if self._meets is None else self._meets
-        loss.backward()
+        if timed is None:
+            loss.backward()
+        else:
+            timed.backward(loss)
 
     def _forward(self, run: Part, runs: int, last: bool, wishes: Wishes) -> Tensor:
         """This rank's share of the loss of a run, loaded with what the ranks are to know."""

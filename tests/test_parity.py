@@ -73,7 +73,7 @@ def test_a_planted_fault_is_found_and_named(
         step = reason.step
     assert (reason.name, reason.quantity, reason.step) == (name, quantity, step), str(comparison)
     assert len(comparison.reasons) == 1, "what follows from it is not explained again"
-    assert "tipped" not in str(comparison)
+    assert "tipped an activation" not in str(comparison)
     assert reason.remedy in " ".join(str(comparison).split())
     json.dumps(comparison.as_dict(), allow_nan=False)
 

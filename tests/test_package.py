@@ -28,7 +28,17 @@ LAYERS = [
         "surroundings",
         "record",
     },
-    {"report", "store", "board", "devices", "packing", "objective", "lines", "watchdog"},
+    {
+        "report",
+        "store",
+        "board",
+        "devices",
+        "packing",
+        "objective",
+        "lines",
+        "watchdog",
+        "tracing",
+    },
     {"world"},
     {"turn", "meeting", "collectives", "parcel", "together", "stopping"},
     {
@@ -47,6 +57,7 @@ LAYERS = [
     {"evaluation"},
     {"callbacks", "guarding", "fitting", "resuming", "trainer"},
     {"worker", "launcher", "member", "crew"},
+    {"parity"},
     {"testing", "demo"},
     {"cli", "__main__"},
 ]
@@ -122,6 +133,7 @@ def test_the_public_names_are_these_and_all_of_them_load() -> None:
         "split",
         "step_each",
         "testing",
+        "trace",
     ]
     for name in evenly.__all__:
         assert getattr(evenly, name) is not None

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from evenly import tracing
 from evenly.checkpoint.best import best
 from evenly.collectives import any_rank, largest
 from evenly.evaluation import Interrupted, flat
@@ -58,6 +59,7 @@ class Fit:
         self._late = int(self._world.device.type == "cuda")
         self._pending: deque[tuple[int, Outcome]] = deque()
         self._streams = streams
+        self._trace = tracing.current()
         self._first = True  # of the epoch
         self._validated: dict[str, Any] = {}
         self._stopwatch = Stopwatch(self._world)
@@ -126,6 +128,8 @@ class Fit:
     def _step(self, part: Part) -> None:
         trainer = self._trainer
         trainer.part = part
+        if self._trace is not None:
+            self._trace.samples(part.indices, epoch=part.epoch, instead=True)
         if self._step_hooks[0]:
             self._hooks.call("on_step_start", trainer)
             self._update.refresh()
@@ -175,6 +179,8 @@ class Fit:
             news = outcome.news or self._update.judged(outcome)
             trainer.loss = news.total / news.weight
             trainer.history.add("loss", number, trainer.loss)
+            if self._trace is not None:
+                self._trace.loss_of(number, trainer.loss)
             if outcome.updated:
                 total, weight = trainer.epoch_loss
                 trainer.epoch_loss = (total + news.total, weight + news.weight)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
+from evenly import tracing
 from evenly.collectives import agree
 from evenly.copying import on_device
 from evenly.errors import DataError, EvenlyError, SettingError
@@ -112,8 +113,13 @@ class Loader:
             iterator._shutdown_workers()
 
     def _parts(self, wishes: Iterator[Wish], world: World, run: int) -> Iterator[Part]:
+        trace = tracing.current()
         for batch, data in on_device(self._batches(wishes, world, run), world.device):
             wish = batch.wish
+            if trace is not None:
+                if trace.enough(self):
+                    return
+                trace.read(self, torch.from_numpy(wish.indices), wish.epoch)
             part = Part(
                 data=data,
                 indices=torch.from_numpy(wish.indices),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evenly import metrics as measured
+from evenly import tracing
 from evenly.callbacks.base import Hooks
 from evenly.callbacks.progress import Progress
 from evenly.callbacks.recorder import Recorder
@@ -35,7 +36,7 @@ from evenly.objective import Output, Total
 from evenly.part import Part
 from evenly.pieces.holding import held, tell_of_differences
 from evenly.plan import Plan, Tail, pieces_of
-from evenly.prediction import predict
+from evenly.prediction import predict, read_predictions
 from evenly.prediction.layout import Format
 from evenly.prediction.memory import Keep
 from evenly.resuming import about, go_on, state_of
@@ -197,6 +198,9 @@ class Trainer:
             checked("hang_timeout", hang_timeout),
         )
         self.world = join_world(device=device, backend=backend, timeout=timeout)
+        trace, folder = tracing.current(), tracing.redirected(folder)
+        if trace is not None:
+            trace.by_trainer = True
         self.seed = seed
         self.batch_size = batch_size
         self._loading: dict[str, Any] = {"collate_fn": collate_fn, "workers": workers, "seed": seed}
@@ -374,6 +378,10 @@ class Trainer:
         if self.pieces is not None:
             tell_of_differences(self.surroundings())
         self._resume(resume, loader.plan)
+        trace = tracing.current()
+        if trace is not None:
+            trace.watch(self.model, self._recipe.module)
+            self.total_steps = min(self.total_steps, trace.steps)
         streams, make = self._way()
         self._update = update = make(
             self.model,
@@ -468,9 +476,14 @@ class Trainer:
             match_buffers(model)
             seed_streams(self.seed, "prediction", self.world.rank)
             parts = runs(loader.epoch(0, pieces=self.pieces), self.seed, "prediction")
-            return predict(
+            out = tracing.redirected(out)
+            found = predict(
                 parts, predictions, length=loader.plan.length, keep=keep, out=out, format=format
             )
+        if tracing.active is not None:
+            written = None if format == "parquet" else read_predictions(out) if out else found
+            tracing.active.predictions(written)
+        return found
 
     def log(self, name: str, value: Total | Tensor | float) -> None:
         """Count a number in the mean of this epoch, or evaluation, over all ranks.
@@ -484,6 +497,8 @@ class Trainer:
     def note(self, name: str, value: float) -> None:
         """Put a number into the history at this step. It must be the same on all ranks."""
         self.history.add(name, self.step, float(value))
+        if tracing.active is not None:
+            tracing.active.metrics({name: float(value)})
 
     def stop(self) -> None:
         """End `fit` on all ranks, from any of them.
@@ -571,6 +586,8 @@ class Trainer:
 
     def remember(self, values: Mapping[str, Any]) -> None:
         """Put the numbers among these into the history."""
+        if tracing.active is not None:
+            tracing.active.metrics(values)
         for name, value in values.items():
             if isinstance(value, int | float):
                 self.history.add(name, self.step, value)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from evenly import tracing
 from evenly.errors import SettingError, StorageError
 from evenly.prediction.columns import ATOMS
 from evenly.prediction.rows import Rows
@@ -32,7 +33,7 @@ def read_predictions(path: str | os.PathLike[str]) -> Any:
     memory), lists are `Rows`, read entry by entry. Needs no world. Named tuples come back as
     named tuples of the same name, other mappings as dicts.
     """
-    folder = Path(path)
+    folder = tracing.found(path)
     manifest = _read(folder)
     if manifest.get("format") == "parquet":
         raise SettingError(

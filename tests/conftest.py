@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 import evenly
 import faults
+
+# How long an example takes is the machine's business.
+settings.register_profile("evenly", deadline=None)
+settings.load_profile("evenly")
 
 # Tests of several ranks run on the CPU also where there is one GPU; GPU tests ask for it.
 os.environ["EVENLY_DEVICE"] = "cpu"

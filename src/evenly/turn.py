@@ -14,6 +14,7 @@ import cloudpickle
 from evenly.blame import summary_of
 from evenly.errors import LateError, RankFailedError, SettingError, WorldError
 from evenly.store import discard, put, take
+from evenly.watchdog.activity import State, activity
 from evenly.world import World, current_world
 
 P = ParamSpec("P")
@@ -57,7 +58,7 @@ class on_rank:  # noqa: N801 - reads as a decorator and as a block, like context
     def __init__(self, rank: int = 0, *, timeout: float | None = None) -> None:
         self.rank = rank
         self.timeout = timeout
-        self._open: list[tuple[World, Turn, str, int]] = []
+        self._open: list[tuple[World, Turn, str, int, State, float]] = []
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -83,7 +84,9 @@ class on_rank:  # noqa: N801 - reads as a decorator and as a block, like context
         world.turns += 1
         world.in_turn += 1
         where = f"{_caller()} (on rank {self.rank})"
-        self._open.append((world, turn, where, world.turns))
+        before, allowed = activity.enter(activity.phase, f"on_rank at {where}"), activity.allowed
+        activity.allowed = max(allowed, self.timeout or 0.0)
+        self._open.append((world, turn, where, world.turns, before, allowed))
         return turn
 
     def __exit__(
@@ -92,7 +95,8 @@ class on_rank:  # noqa: N801 - reads as a decorator and as a block, like context
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        world, turn, where, number = self._open.pop()
+        world, turn, where, number, before, activity.allowed = self._open.pop()
+        activity.back(before)
         world.in_turn -= 1
         if world.board is None or world.store is None:
             return
@@ -108,12 +112,13 @@ class on_rank:  # noqa: N801 - reads as a decorator and as a block, like context
             return
         if error is not None:
             return  # leaves by itself; the world tells the others
-        world.board.wait(
-            key,
-            limit=self.timeout or world.timeout,
-            left=f"left/{self.rank}",
-            late=lambda gone: self._late(gone, where, world),
-        )
+        with activity.within(activity.phase, f"on_rank at {where}", self.rank):
+            world.board.wait(
+                key,
+                limit=self.timeout or world.timeout,
+                left=f"left/{self.rank}",
+                late=lambda gone: self._late(gone, where, world),
+            )
         there, value, raised = cloudpickle.loads(take(world.store, key))
         if world.store.add(f"{key}/read", 1) == world.size - 1:
             discard(world.store, key)

@@ -35,6 +35,8 @@ from evenly.errors import (
 from evenly.lines import Lines
 from evenly.store import connect, loopback_interface
 from evenly.variables import Place, read_place
+from evenly.watchdog.activity import EVERYBODY, activity
+from evenly.watchdog.watching import Watching, watching
 from evenly.wording import ranks as named
 
 _current: World | None = None
@@ -68,6 +70,8 @@ class World:
         """Whether no block holds it open: it ends with the process, or when training fails."""
         self.absent = ""
         """Why some ranks cannot come to a meeting now, if so; it is refused then."""
+        self.apart = ""
+        """Why ranks may not meet at all now, if so; a meeting is refused in a world of one too."""
         self.replicas: list[Any] = []
         """Weak references to replicated models: micro-batches hold back their gradient exchange,
         and closing makes them let go of the process group."""
@@ -76,6 +80,7 @@ class World:
         self._roll_calls = 0
         self._owns_group = False
         self._lines = Lines()
+        self._watching: Watching | None = None
         self._agent_store = place.agent_store
         self._restore: dict[str, str | None] = {}
 
@@ -107,6 +112,24 @@ class World:
         """How many collectives this rank has taken part in, by whoever called them."""
         group: Any = self.group
         return 0 if group is None else int(group._get_sequence_number_for_group())
+
+    def watch(self, place: Place, store: dist.Store | None = None) -> None:
+        """Let this rank give signs of life from now on, where somebody can look at them; the
+        first one at once, if there is a ``store`` for it.
+        """
+        if self._watching is None:
+            self._watching = watching(
+                place,
+                world=_opens[place.attempt],
+                timeout=self.timeout,
+                store=store,
+                facts=lambda: (self.collectives, self._gpu_memory()),
+            )
+
+    def _gpu_memory(self) -> int | None:
+        if self.device.type != "cuda":
+            return None
+        return int(torch.cuda.memory_allocated(self.device))
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks about an error that leaves this world, and raise what the user
@@ -194,6 +217,9 @@ class World:
         self._closed = True
         if _current is self:
             _current = None
+        if self._watching is not None:  # before the group goes, which its thread looks at
+            self._watching.stop(leaves=not failed)
+            self._watching = None
         if self.store is not None and self._owns_group and not failed:
             self._say_goodbye()
         if self.board is not None:
@@ -237,7 +263,9 @@ class World:
     def _open_group(self, place: Place, backend: str | None) -> None:
         limit = timedelta(seconds=self.timeout)
         prefix = f"evenly/{place.attempt}/{_opens[place.attempt]}"
-        self.store = dist.PrefixStore(prefix, connect(place, limit))
+        store = connect(place, limit)
+        self.store = dist.PrefixStore(prefix, store)
+        self.watch(place, store)
         self.backend = self._arrive(backend)
         ears = dist.PrefixStore(prefix, connect(place, limit))
         if place.one_machine:
@@ -345,9 +373,12 @@ def open_world(
             torch.cuda.set_device(picked)
         if adopted:
             world._adopt_group(place)
+            if place.agent_store:
+                world.watch(place)
         elif world.size > 1:
             try:
-                world._open_group(place, backend)
+                with activity.within("start-up", "open_world", EVERYBODY):
+                    world._open_group(place, backend)
             except BaseException as error:
                 explained = world.explain(error, "opening the world")
                 world.close(failed=True)
@@ -358,6 +389,9 @@ def open_world(
                     raise explained from None
                 raise
         _current = world
+        if world.size == 1:
+            world.watch(place)
+        activity.enter("program")
     _current._depth += 1
     return _current
 

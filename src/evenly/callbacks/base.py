@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from evenly.errors import SettingError
+from evenly.watchdog.activity import activity
 from evenly.world import World
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class Hooks:
 
     def __init__(self, callbacks: Sequence[Any], world: World) -> None:
         self._world = world
-        self._calls: dict[str, list[tuple[Any, bool]]] = {name: [] for name in HOOKS}
+        self._calls: dict[str, list[tuple[Any, bool, str]]] = {name: [] for name in HOOKS}
         for callback in callbacks:
             self._check(callback)
             alone = getattr(callback, "ranks", None) == "one"
@@ -90,22 +91,25 @@ class Hooks:
                 method = getattr(callback, name, None)
                 inherited = getattr(type(callback), name, None) is getattr(Callback, name)
                 if method is not None and not inherited:
-                    self._calls[name].append((method, alone))
+                    label = f"{name} of {type(callback).__name__}"
+                    self._calls[name].append((method, alone, label))
 
     def has(self, name: str) -> bool:
         return bool(self._calls[name])
 
     def call(self, name: str, *args: Any) -> None:
-        for method, alone in self._calls[name]:
+        for method, alone, label in self._calls[name]:
             self._world.in_turn += alone
+            before = activity.enter("callback", label)
             try:
                 method(*args)
             finally:
+                activity.back(before)
                 self._world.in_turn -= alone
 
     def call_all(self, name: str, *args: Any) -> None:
         """As `call`, but an error in one does not keep the others from theirs."""
-        for method, alone in self._calls[name]:
+        for method, alone, _ in self._calls[name]:
             self._world.in_turn += alone
             with contextlib.suppress(Exception):
                 method(*args)

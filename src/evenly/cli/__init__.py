@@ -10,6 +10,7 @@ from evenly import __version__
 # module of that name here; loading one may load torch, which help does without.
 _COMMANDS = {
     "run": "Run a script or module on several processes.",
+    "verify": "Compare a program's training on several process counts.",
     "export": "Write a run's weights to one file that plain torch reads.",
     "runs": "List and compare runs.",
     "report": "Write runs as one HTML page.",

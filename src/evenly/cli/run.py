@@ -42,6 +42,21 @@ from evenly.launcher import run as run_processes
     help='What open_world() uses if the program does not say: "cpu", "cuda". Default: auto.',
 )
 @click.option(
+    "--hang-report",
+    type=float,
+    metavar="SECONDS",
+    help="Report a rank that has not moved for so long; 0: never. Default: 60.",
+)
+@click.option(
+    "--hang-timeout",
+    type=float,
+    metavar="SECONDS",
+    help=(
+        "End the run if others wait for such a rank for so long; 0: never. Default: as long as "
+        "ranks wait for each other (600)."
+    ),
+)
+@click.option(
     "--nodes",
     default="1",
     metavar="N|MIN:MAX",
@@ -58,6 +73,14 @@ from evenly.launcher import run as run_processes
     metavar="ADDRESS",
     help=("This machine's address as the others see it. Default: its full host name."),
 )
+@click.option(
+    "--wait",
+    type=int,
+    default=30,
+    metavar="SECONDS",
+    show_default=True,
+    help=("With --nodes MIN:MAX: how long to wait for more machines once MIN are there."),
+)
 @click.option("--job", metavar="NAME", help="The run's name, the same on all its machines.")
 @click.argument("target")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -67,9 +90,12 @@ def run(
     restarts: int,
     threads: int | None,
     device: str | None,
+    hang_report: float | None,
+    hang_timeout: float | None,
     nodes: str,
     rendezvous: str | None,
     address: str | None,
+    wait: int,
     job: str | None,
     target: str,
     arguments: tuple[str, ...],
@@ -88,10 +114,13 @@ def run(
             nodes=parse_nodes(nodes),
             rendezvous=rendezvous,
             address=address,
+            wait=wait,
             job=job,
             restarts=restarts,
             threads=threads,
             device=device,
+            hang_report=hang_report,
+            hang_timeout=hang_timeout,
         )
     except SettingError as error:
         raise click.UsageError(str(error)) from error

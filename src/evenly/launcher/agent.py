@@ -27,18 +27,24 @@ from evenly.errors import LaunchError
 from evenly.launcher import failures, rendezvous
 from evenly.launcher.failures import Ending
 from evenly.launcher.output import Output
-from evenly.launcher.rendezvous import Rendezvous
+from evenly.launcher.rendezvous import Meeting, Rendezvous
 from evenly.launcher.settings import Settings
 from evenly.launcher.signals import Signals, kill_groups
 from evenly.launcher.surroundings import SIGNALS_VARIABLE, Surroundings
+from evenly.launcher.watching import Watch
 from evenly.stopping import EXIT_CODE, STOPPED_KEY
 from evenly.variables import variable_set
+from evenly.watchdog import words
+from evenly.watchdog.judge import Finding
+from evenly.watchdog.peers import EXIT_CODE as HUNG
 
 # How long a worker may take to end after a signal before it is killed.
 _GRACE = 2
 # How long to wait for the cause when the first ranks to fail only noticed another's failure: it
 # may still be closing files and connections before it can say what happened to it.
 _CAUSE = 3.0
+# How long the other machines may take to hear that a hang is ended, before this one leaves.
+_HEARD = 1.5
 
 
 class Agent(LocalElasticAgent):
@@ -52,6 +58,7 @@ class Agent(LocalElasticAgent):
         self._output = output
         self._signals = signals
         self._seen: dict[int, float] = {}
+        self._watch: Watch | None = None
         self.exit_code = 0
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -65,6 +72,15 @@ class Agent(LocalElasticAgent):
         started: dict[int, int] = super()._start_workers(worker_group)
         self._signals.workers = tuple(started.values())
         self._output.start()
+        if self._signals.meeting is not None:
+            workers = worker_group.workers
+            self._watch = Watch(
+                self._signals.meeting,
+                size=workers[0].world_size,
+                workers={w.global_rank: started[w.local_rank] for w in workers},
+                files=self._surroundings.watch_files,
+                say=say,
+            )
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -76,8 +92,14 @@ class Agent(LocalElasticAgent):
             self._remaining_restarts = 0
             self.exit_code = EXIT_CODE
             say(f"the run has stopped as asked, and saved (exit code {EXIT_CODE}).")
+            self._exit_barrier()  # other machines ask the store that may be here
         elif any(codes.values()):
             self._fail(worker_group)
+        elif self._watch is not None and self._watch.hung is not None:
+            self._end_hang(worker_group, self._watch.hung)
+        elif self._watch is not None and self._watch.elsewhere is not None:
+            time.sleep(2 * _HEARD)  # this one may serve the store, which the other still needs
+            self._tell(self._watch.elsewhere, codes)
         elif None in codes.values():
             return RunResult(state=WorkerState.HEALTHY)
         # All have ended, so torch only counts: its own way of ending workers takes 30 seconds.
@@ -106,6 +128,9 @@ class Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _GRACE) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
         # SIGINT lets a script end as after Ctrl-C in plain Python; everything else means now.
         gentle = death_sig if death_sig == signal.SIGINT else signal.SIGTERM
         if self._pcontext is not None:
@@ -146,7 +171,26 @@ class Agent(LocalElasticAgent):
     def _fail(self, worker_group: WorkerGroup) -> None:
         """Find the cause of the failure, stop the other ranks, and tell."""
         codes = self._exit_codes(worker_group)
-        cause = self._cause(worker_group, codes)
+        self._tell(self._cause(worker_group, codes), codes)
+
+    def _end_hang(self, worker_group: WorkerGroup, found: Finding) -> None:
+        """A rank is stuck for longer than a hang may last: stop all, which counts as a failure."""
+        cause = Ending(
+            rank=found.stuck[0].rank,
+            code=HUNG,
+            kind="hang",
+            time=time.time(),
+            what=words.ending(found),
+        )
+        if (worker_group.group_world_size or 1) > 1 and self._signals.meeting is not None:
+            failures.publish(cause, self._signals.meeting)
+            time.sleep(_HEARD)
+        self._tell(cause, self._exit_codes(worker_group))
+
+    def _tell(self, cause: Ending, codes: dict[int, int | None]) -> None:
+        places = ""
+        if cause.kind == "signal" and self._watch is not None:
+            places = self._watch.last_places()
         self._shutdown()
         self.exit_code = cause.exit_code
         line = failures.describe(
@@ -155,6 +199,8 @@ class Agent(LocalElasticAgent):
             finished=[rank for rank, code in codes.items() if code == 0],
         )
         say(f"{line}{self._restarting()}.", before=cause.traceback)
+        if places:
+            say(f"last seen: {places}.")
 
     def _cause(self, worker_group: WorkerGroup, codes: dict[int, int | None]) -> Ending:
         """The failure that explains the others, here or on another machine. Updates ``codes``."""
@@ -168,7 +214,7 @@ class Agent(LocalElasticAgent):
                 if meeting is not None:
                     failures.publish(cause, meeting)
                 return cause
-            told = failures.published(meeting) if meeting is not None else None
+            told = _published(meeting) if meeting is not None else None
             if told is not None:
                 return told
             others = meeting is not None or None in codes.values()
@@ -231,6 +277,12 @@ def say(line: str, *, before: str = "") -> None:
     with suppress(OSError):  # nobody reads it any more
         sys.stderr.write(f"{before}evenly: {line}\n")
         sys.stderr.flush()
+
+
+def _published(meeting: Meeting) -> Ending | None:
+    with suppress(RuntimeError):
+        return failures.published(meeting.connect())
+    return None
 
 
 def _first_line(error: BaseException) -> str:

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Literal
 from evenly.wording import ranks
 
 if TYPE_CHECKING:
+    from torch.distributed import Store
+
     from evenly.launcher.rendezvous import Meeting
 
-Kind = Literal["own", "signal", "lost", "other"]
+Kind = Literal["own", "signal", "hang", "lost", "other"]
 
 # In the attempt's store, where the machines of a run tell each other what failed.
 _KEY = "evenly/failure"
@@ -35,9 +37,11 @@ class Ending:
     """The exit code; below zero the signal that ended it."""
     kind: Kind
     """own: it raised or exited; signal: it was killed; lost: a connection broke under it;
-    other: it was told that another rank failed."""
+    other: it was told that another rank failed; hang: it was stuck and had to be ended."""
     time: float
     traceback: str = ""
+    what: str = ""
+    """Of a hang: what was wrong."""
     elsewhere: bool = False
     """Whether it was on another machine."""
 
@@ -68,13 +72,13 @@ def root_cause(endings: Iterable[Ending]) -> Ending:
     """The ending that explains the others: the earliest failure of a rank's own, else a death by
     a signal, else the earliest of those that only noticed.
     """
-    order = {"own": 0, "signal": 1, "lost": 2, "other": 3}
+    order = {"own": 0, "hang": 0, "signal": 1, "lost": 2, "other": 3}
     return min(endings, key=lambda ending: (order[ending.kind], ending.time, ending.rank))
 
 
 def is_cause(ending: Ending) -> bool:
     """Whether the rank failed by itself, not because another one did."""
-    return ending.kind in ("own", "signal")
+    return ending.kind in ("own", "signal", "hang")
 
 
 def publish(cause: Ending, meeting: "Meeting") -> None:
@@ -83,10 +87,9 @@ def publish(cause: Ending, meeting: "Meeting") -> None:
         meeting.connect().compare_set(_KEY, "", json.dumps(asdict(cause)))
 
 
-def published(meeting: "Meeting") -> Ending | None:
+def published(store: "Store") -> Ending | None:
     """What another machine told, if it did."""
     with suppress(RuntimeError):
-        store = meeting.connect()
         if store.check([_KEY]):
             return Ending(**json.loads(store.get(_KEY)) | {"elsewhere": True})
     return None
@@ -103,6 +106,8 @@ def describe(cause: Ending, *, stopped: Sequence[int], finished: Sequence[int]) 
 
 
 def _what(cause: Ending) -> str:
+    if cause.kind == "hang":
+        return f"{cause.what} (exit code {cause.code})"
     if cause.code < 0:
         try:
             number = signal.Signals(-cause.code)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from evenly.errors import SettingError
+from evenly.watchdog.limits import checked, from_environment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,9 @@ class Settings:
     job: str | None = None
     """The run's name, the same on all its machines."""
 
+    wait: int = 30
+    """Seconds for which more machines are waited for once the fewest are there."""
+
     restarts: int = 0
     """How often the processes are started again after a failure."""
 
@@ -45,6 +49,14 @@ class Settings:
 
     device: str | None = None
     """``EVENLY_DEVICE`` of each process: what `open_world` uses if the program does not say."""
+
+    hang_report: float | None = None
+    """``EVENLY_HANG_REPORT`` of each process: seconds after which a rank that does not move is
+    reported; 0 is never. Default: the user's own value of that variable, else 60."""
+
+    hang_timeout: float | None = None
+    """``EVENLY_HANG_TIMEOUT``: seconds after which the run is ended if others wait for such a
+    rank; 0 is never. Default: the user's own, else as long as ranks wait for each other."""
 
     def __post_init__(self) -> None:
         if not self.module and not Path(self.target).exists():
@@ -76,10 +88,15 @@ class Settings:
             host, _, port = self.rendezvous.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) < 65536:
                 raise SettingError(f"rendezvous {self.rendezvous!r} is not of the form HOST:PORT.")
+        if self.wait < 1:
+            raise SettingError(f"machines need 1 second at least to meet; {self.wait} was given.")
         if self.restarts < 0:
             raise SettingError(f"restarts cannot be negative; {self.restarts} was given.")
         if self.threads is not None and self.threads < 1:
             raise SettingError(f"a process needs at least 1 thread; {self.threads} was given.")
+        checked("hang_report", self.hang_report)
+        checked("hang_timeout", self.hang_timeout)
+        from_environment(os.environ)  # else every rank would fail of a wrong variable
 
     @property
     def several_machines(self) -> bool:

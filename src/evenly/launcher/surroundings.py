@@ -10,6 +10,9 @@ from evenly.launcher.output import Output
 from evenly.launcher.rendezvous import Rendezvous
 from evenly.launcher.settings import Settings
 from evenly.store import loopback_interface
+from evenly.watchdog.files import FILES_VARIABLE
+from evenly.watchdog.limits import REPORT_VARIABLE, TIMEOUT_VARIABLE
+from evenly.watchdog.watching import WATCHER_VARIABLE
 
 # torch's agent takes these signals unless this variable says otherwise. Ours takes them itself.
 SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
@@ -35,6 +38,8 @@ class Surroundings(LogsSpecs):
         self._folder = folder
         self.error_files: dict[int, Path] = {}
         """Where each rank of the current attempt writes the exception that ended it."""
+        self.watch_files: dict[int, Path] = {}
+        """Where each of them leaves its stack and its black box, without their endings."""
         self._variables = {
             "OMP_NUM_THREADS": settings.thread_count(processes),
             "EVENLY_LAUNCHER": str(os.getpid()),
@@ -43,6 +48,12 @@ class Surroundings(LogsSpecs):
         }
         if settings.device is not None:
             self._variables["EVENLY_DEVICE"] = settings.device
+        for name, value in (
+            (REPORT_VARIABLE, settings.hang_report),
+            (TIMEOUT_VARIABLE, settings.hang_timeout),
+        ):
+            if value is not None:
+                self._variables[name] = str(value)
         interface = loopback_interface()
         if not settings.several_machines and interface:
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -57,16 +68,21 @@ class Surroundings(LogsSpecs):
         meeting = self._rendezvous.meeting
         if meeting is None:
             raise RuntimeError("workers start before the machines have met")
-        self.error_files = {}
+        self.error_files, self.watch_files = {}, {}
         streams: dict[str, dict[int, str]] = {"stdout": {}, "stderr": {}}
         for local_rank, env in envs.items():
             rank = int(env["RANK"])
             error_file = self._folder / f"{meeting.token}-{rank}.json"
             self.error_files[rank] = error_file
+            self.watch_files[rank] = error_file.with_suffix("")
             env.update(
                 self._variables,
                 EVENLY_ATTEMPT=meeting.token,
                 TORCHELASTIC_ERROR_FILE=str(error_file),
+                **{
+                    WATCHER_VARIABLE: meeting.token,
+                    FILES_VARIABLE: str(self.watch_files[rank]),
+                },
             )
             alone = env["WORLD_SIZE"] == "1"
             for name, paths in streams.items():

@@ -109,6 +109,10 @@ class Carriage(nn.Module):
     def forward(self, function: Callable[[], Tensor]) -> Tensor:
         return function()
 
+    def begin(self, epoch: int, step: int) -> None:
+        """The step that comes next, by which ranks that are apart are noticed."""
+        self._desk.step = epoch + step
+
     def load(
         self,
         loss: Tensor,
@@ -148,7 +152,6 @@ class Carriage(nn.Module):
     def arrived(self) -> Tensor | list[float]:
         """After the backward pass: the mean over ranks of what was sent, for `Message`."""
         desk = self._desk
-        desk.step += 1
         values: Tensor | list[float] | None
         if self._size == 1:
             values, desk.kept = desk.kept, None

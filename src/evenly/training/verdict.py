@@ -6,7 +6,9 @@ is not finite do they meet, to say whose it is.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import time
 import warnings
 from typing import Any, Literal, get_args
 
@@ -18,8 +20,10 @@ from evenly.errors import EvenlyWarning, LossError, SettingError
 from evenly.part import Part
 from evenly.training.carrier import News
 from evenly.tree import leaves
-from evenly.wording import some
+from evenly.wording import ranks, some
 from evenly.world import World
+
+_OTHERS = 3.0  # seconds that ranks which are apart wait to hear where the others are
 
 Nonfinite = Literal["stop", "skip", "continue"]
 Runs = list[tuple[Part, Tensor | float]]
@@ -47,8 +51,8 @@ class Verdict:
         where = f"step {part.step} of epoch {part.epoch}"
         if news.apart:
             raise LossError(
-                f"the ranks are not at the same step (rank {self._world.rank} is at {where}): one "
-                "of them left out a step, or made one more."
+                f"the ranks are not at the same step: {self._places(part)}. A rank left out a step "
+                "or made one more, or called a collective that the others did not."
             )
         if news.weight == 0:
             raise LossError(
@@ -68,6 +72,27 @@ class Verdict:
         part = runs[0][0]
         where = f"step {part.step} of epoch {part.epoch}"
         return self._answer(f"the gradient of {where} has norm {norm}", runs)
+
+    def _places(self, part: Part) -> str:
+        """Which ranks are at which step. All of them know that they are apart, so each says where
+        it is; in the store, because a collective could pair with anything now.
+        """
+        store, size = self._world.store, self._world.size
+        own = f"step {part.step} of epoch {part.epoch}"
+        if store is None:
+            return f"rank {self._world.rank} is at {own}"
+        places: dict[str, list[int]] = {}
+        with contextlib.suppress(RuntimeError):
+            store.set(f"apart/{self._world.rank}", own)
+            deadline = time.monotonic() + _OTHERS
+            for rank in range(size):
+                while not store.check([f"apart/{rank}"]) and time.monotonic() < deadline:
+                    time.sleep(0.02)
+                there = store.check([f"apart/{rank}"])
+                place = f"at {store.get(f'apart/{rank}').decode()}" if there else "elsewhere"
+                places.setdefault(place, []).append(rank)
+        few = sorted(places.items(), key=lambda item: len(item[1]))
+        return ", ".join(f"{ranks(members)} {place}" for place, members in few)
 
     def _answer(self, what: str, runs: Runs) -> bool:
         """A meeting of all ranks: each says which of its samples are to blame."""

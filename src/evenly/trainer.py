@@ -274,6 +274,7 @@ class Trainer:
         self.options = {
             "batch_size": batch_size,
             "microbatch": microbatch,
+            "pieces": pieces,
             "seed": seed,
             "shuffle": shuffle,
             "tail": tail,

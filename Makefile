@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 
 .PHONY: demo test lint types suite soak bench format clean
 
-demo: $(STAMP)           ## train the digits on 1 to 4 processes and compare
+demo: $(STAMP)           ## train the digits on 1, 2 and 4 processes and compare
 	$(BIN)/evenly demo
 
 test: lint types suite   ## lint, strict types, the whole test suite
@@ -34,7 +34,7 @@ format: $(STAMP)
 # Rebuilt when the pins or the declared dependencies change; a second `make` skips it.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev,report,tensorboard]"
 	touch $@
 
 clean:

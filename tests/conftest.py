@@ -3,10 +3,17 @@
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 import evenly
+import faults
+
+# How long an example takes is the machine's business.
+settings.register_profile("evenly", deadline=None)
+settings.load_profile("evenly")
 
 # Tests of several ranks run on the CPU also where there is one GPU; GPU tests ask for it.
 os.environ["EVENLY_DEVICE"] = "cpu"
@@ -43,3 +50,19 @@ def warm_ranks() -> Iterator[None]:
     """Start as many ranks as any test asks for, once; stop them before pytest looks for leaks."""
     yield
     evenly.testing.stop_ranks()
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator["faults.Nursery"]:
+    """Starts ranks of fault tests, which may be killed."""
+    with faults.nursery() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="session")
+def left_alone(nursery: "faults.Nursery", tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a marathon that nobody disturbed, on one process."""
+    folder = tmp_path_factory.mktemp("left_alone")
+    started = nursery.start("marathon", 1, folder)
+    assert started.wait() == [0], started.log()
+    return folder

@@ -61,3 +61,12 @@ def test_the_language_model_equals_that_of_one_process_and_learns() -> None:
     for other, its_right in run_ranks(language_model, 3):
         assert largest_difference(other, weights) <= 1e-10
         assert its_right == pytest.approx(right, abs=1e-12)
+
+
+def checksum() -> str:
+    found: str = load("same_bits").train(epochs=1)
+    return found
+
+
+def test_the_same_bits_come_out_of_one_and_of_three_processes() -> None:
+    assert run_ranks(checksum, 3) == run_ranks(checksum, 1) * 3

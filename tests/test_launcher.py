@@ -78,6 +78,9 @@ class Launched:
         self._reader.join()
         return code
 
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
     def orphans(self, patience: float = 1.0) -> list[psutil.Process]:
         """Processes of the tree that are alive although the launcher ended."""
         _, alive = psutil.wait_procs([p for p in self._known if p.is_running()], patience)

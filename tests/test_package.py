@@ -26,15 +26,38 @@ LAYERS = [
         "wording",
         "storage",
         "surroundings",
+        "record",
     },
-    {"store", "board", "devices", "packing", "objective", "lines", "watchdog"},
+    {
+        "report",
+        "store",
+        "board",
+        "devices",
+        "packing",
+        "objective",
+        "lines",
+        "watchdog",
+        "tracing",
+    },
     {"world"},
     {"turn", "meeting", "collectives", "parcel", "together", "stopping"},
-    {"fetching", "copying", "part", "loader", "stepping", "layers", "data", "matching", "replica"},
+    {
+        "fetching",
+        "copying",
+        "part",
+        "loader",
+        "stepping",
+        "layers",
+        "data",
+        "matching",
+        "replica",
+        "pieces",
+    },
     {"metrics", "prediction", "training", "checkpoint"},
     {"evaluation"},
     {"callbacks", "guarding", "fitting", "resuming", "trainer"},
     {"worker", "launcher", "member", "crew"},
+    {"parity"},
     {"testing", "demo"},
     {"cli", "__main__"},
 ]
@@ -110,6 +133,7 @@ def test_the_public_names_are_these_and_all_of_them_load() -> None:
         "split",
         "step_each",
         "testing",
+        "trace",
     ]
     for name in evenly.__all__:
         assert getattr(evenly, name) is not None
@@ -125,6 +149,7 @@ assert "torch" not in sys.modules, "importing evenly imports torch"
 assert "numpy" not in sys.modules, "importing evenly imports numpy"
 evenly.Plan(length=10, batch_size=3)
 import evenly.permutation, evenly.variables, evenly.errors, evenly.cli
+import evenly.record.summary, evenly.report, evenly.cli.runs, evenly.cli.report
 assert "torch" not in sys.modules, "the plan needs torch"
 assert dict(os.environ) == environ, "the environment was changed"
 assert set(logging.root.manager.loggerDict) == loggers, "a logger was made"

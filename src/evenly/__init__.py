@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from evenly.replica import replicate
     from evenly.seeding import sample_generator, sample_keys
     from evenly.stepping import step_each
+    from evenly.tracing.hook import trace
     from evenly.trainer import Trainer
     from evenly.turn import on_rank
     from evenly.world import World, current_world, open_world
@@ -87,6 +88,7 @@ __all__ = [
     "split",
     "step_each",
     "testing",
+    "trace",
 ]
 
 _HOME = {
@@ -112,6 +114,7 @@ _HOME = {
     "sample_keys": "seeding",
     "split": "plan",
     "step_each": "stepping",
+    "trace": "tracing.hook",
 }
 _MODULES = ("callbacks", "data", "errors", "metrics", "testing")
 

@@ -1,4 +1,4 @@
-"""The demonstration: the digits on 1 to 4 processes, by Evenly and by the usual recipe.
+"""The demonstration: the digits on 1, 2 and 4 processes, by Evenly and by the usual recipe.
 
 Both train the same network from the same weights. The usual recipe is torch's DistributedSampler
 with DistributedDataParallel, the global batch divided by the process count, and metrics added up
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 import evenly
+from evenly.callbacks import Callback
 from evenly.crew import Crew
+from evenly.report import write_report
 
 Sampler = DistributedSampler[tuple[Tensor, ...]]
 
@@ -50,14 +54,27 @@ class Row:
     usual: Outcome
 
 
-def rows(counts: tuple[int, ...]) -> Iterator[Row]:
-    """Train at each process count, one after the other."""
+def rows(counts: tuple[int, ...], folder: Path | None = None) -> Iterator[Row]:
+    """Train at each process count, one after the other; with a folder, Evenly keeps records."""
     with Crew(max(counts), threads=1) as crew:
         for n in counts:
-            ours, usual = (
-                crew.run(program, size=n, timeout=300)[0] for program in (train_evenly, train_usual)
-            )
+            place = None if folder is None else run_folder(folder, n)
+            ours = crew.run(train_evenly, place, size=n, timeout=300)[0]
+            usual = crew.run(train_usual, size=n, timeout=300)[0]
             yield Row(processes=n, evenly=ours, usual=usual)
+
+
+def run_folder(folder: Path, processes: int) -> Path:
+    return folder / f"{processes} process{'es' if processes > 1 else ''}"
+
+
+def report(counts: tuple[int, ...], folder: Path) -> Path:
+    """The runs that `rows` recorded, laid over each other on one page."""
+    *most, last = map(str, counts)
+    names = f"{', '.join(most)} and {last}" if most else last
+    title = f"Digits on {names} process{'es' if counts != (1,) else ''}"
+    runs = [run_folder(folder, n) for n in dict.fromkeys(counts)]
+    return write_report(runs, folder / "report.html", title=title)
 
 
 def largest_difference(one: Outcome, other: Outcome) -> float:
@@ -66,32 +83,47 @@ def largest_difference(one: Outcome, other: Outcome) -> float:
     return max(float((a - b).abs().max()) for a, b in pairs)
 
 
-def train_evenly() -> Outcome:
-    """With the parts of Evenly; the same text runs on any number of processes."""
+class _Seen(Callback):
+    """Which samples the running epoch has used, on this rank."""
+
+    ranks = "every"
+
+    def __init__(self) -> None:
+        self.indices: list[Tensor] = []
+
+    def on_epoch_start(self, trainer: evenly.Trainer) -> None:
+        self.indices = []
+
+    def on_step_end(self, trainer: evenly.Trainer) -> None:
+        assert trainer.part is not None
+        self.indices.append(trainer.part.indices)
+
+
+def train_evenly(folder: Path | None = None) -> Outcome:
+    """With Evenly; the same text runs on any number of processes."""
     train, test = evenly.data.digits()
     with evenly.open_world(device="cpu"):
+        seen = _Seen()
         net = _network()
-        model = evenly.replicate(net)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loader = evenly.Loader(train, batch_size=BATCH, shuffle=True, seed=0)
-        for epoch in range(EPOCHS):
-            total, used = torch.zeros(()), []
-            for part in loader.epoch(epoch):
-                x, y = part.data
-                loss = F.cross_entropy(model(x), y)
-                part.share(loss).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                used.append(part.indices)
-                if part.weight:
-                    total += loss.detach() * part.weight
-        right = torch.zeros(())
-        for part in evenly.Loader(test, batch_size=BATCH).epoch(0):
-            x, y = part.data
-            right += (net(x).argmax(1) == y).sum()
-        sums = evenly.all_reduce({"loss": total, "right": right})
-        samples = evenly.all_gather(torch.cat(used))
-        return _outcome(samples, sums["loss"] / len(train), sums["right"] / len(test), net)
+        trainer = evenly.Trainer(
+            model=net,
+            loss=F.cross_entropy,
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+            metrics={
+                "accuracy": MulticlassAccuracy(10, average="micro"),
+                "confusion": MulticlassConfusionMatrix(10),
+            },
+            batch_size=BATCH,
+            seed=0,
+            folder=folder,
+            callbacks=[seen],
+            progress=False,
+        )
+        history = trainer.fit(train, validate=test, epochs=EPOCHS)
+        right = trainer.test(test)["accuracy"] * len(test)
+        samples = evenly.all_gather(torch.cat(seen.indices))
+        loss = torch.tensor(history["train/loss"].values[-1])
+        return _outcome(samples, loss, torch.tensor(round(right) / len(test)), net)
 
 
 def train_usual() -> Outcome:

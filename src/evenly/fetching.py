@@ -24,10 +24,19 @@ from evenly.seeding import (
     GlobalStream,
     OneByOneNeeded,
     fetching,
+    key,
     keys_of_samples,
 )
 
 Collate = Callable[[list[Any]], Any]
+
+
+class Cut(NamedTuple):
+    """The samples of one piece of a step, within a rank's run of them."""
+
+    piece: int
+    start: int
+    stop: int
 
 
 class Wish(NamedTuple):
@@ -36,6 +45,8 @@ class Wish(NamedTuple):
     epoch: int
     step: int
     indices: NDArray[np.int64]
+    cuts: tuple[Cut, ...] | None = None
+    """Where to cut the samples into pieces, each of which is collated alone; None: one batch."""
 
 
 class Batch(NamedTuple):
@@ -52,6 +63,7 @@ class Fetcher(torch.utils.data.Dataset[Batch]):
     def __init__(self, dataset: Any, collate: Collate | None, seed: int) -> None:
         self._dataset = dataset
         self._collate = collate or default_collate
+        self._own_collate = collate is not None
         self._seed = seed
         self._one_by_one = False
         self._drawn: set[GlobalStream] = set()
@@ -68,6 +80,30 @@ class Fetcher(torch.utils.data.Dataset[Batch]):
             return Batch(wish, error=error)
 
     def _fetch(self, wish: Wish) -> Any:
+        if wish.cuts is not None:
+            return [self._fetch_piece(wish, cut) for cut in wish.cuts]
+        return self._fetch_whole(wish)
+
+    def _fetch_piece(self, wish: Wish, cut: Cut) -> Any:
+        """One piece, collated alone: what it is padded to must not depend on who else is here.
+        A collate function that draws gets streams of this piece.
+        """
+        one = Wish(wish.epoch, wish.step, wish.indices[cut.start : cut.stop])
+        if not self._own_collate:
+            return self._fetch_whole(one)
+        samples = one.indices.tolist()
+        read = self._read(one)
+        before = [(stream, stream.state()) for stream in GLOBAL_STREAMS]
+        bits = key("collate", self._seed, wish.epoch, wish.step, cut.piece)
+        try:
+            for stream, _ in before:
+                stream.seed(bits)
+            return self._collated(read, samples)
+        finally:
+            for stream, state in before:
+                stream.restore(state)
+
+    def _fetch_whole(self, wish: Wish) -> Any:
         if self._tensors is not None:
             chosen = torch.from_numpy(wish.indices)
             return [tensor.index_select(0, chosen) for tensor in self._tensors]

@@ -7,16 +7,17 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from evenly import tracing
 from evenly.checkpoint.best import best
 from evenly.collectives import any_rank, largest
 from evenly.evaluation import Interrupted, flat
 from evenly.loader import Loader
 from evenly.matching import checksum, tell_apart
 from evenly.part import Part
+from evenly.record.counts import from_slots, in_slots
 from evenly.resuming import about
 from evenly.seeding import StepStreams
 from evenly.stopping import StopRequests
-from evenly.training.averages import gathered
 from evenly.training.carrier import Wishes
 from evenly.training.every import Every
 from evenly.training.schedule import Schedule
@@ -58,6 +59,7 @@ class Fit:
         self._late = int(self._world.device.type == "cuda")
         self._pending: deque[tuple[int, Outcome]] = deque()
         self._streams = streams
+        self._trace = tracing.current()
         self._first = True  # of the epoch
         self._validated: dict[str, Any] = {}
         self._stopwatch = Stopwatch(self._world)
@@ -91,18 +93,20 @@ class Fit:
         self._hooks.call("on_epoch_start", trainer)
         self._update.refresh()  # that may have frozen or thawed parameters
         # The ranks' positions are equal by the way they came about, and steps carry a tag.
-        parts = self._train.epoch(trainer.epoch, start=trainer.position, compare=False)
+        parts = self._train.epoch(
+            trainer.epoch, start=trainer.position, compare=False, pieces=trainer.pieces
+        )
         activity.enter("step")
         while not self._done():
             activity.at(trainer.epoch, trainer.position, trainer.step)
-            begin = time.perf_counter()
+            trainer.step_began = time.perf_counter()
             part = next(parts, None)
-            trainer.data_wait = time.perf_counter() - begin
+            trainer.data_wait = time.perf_counter() - trainer.step_began
             if part is None:
                 break
             self._step(part)
             if self._stopwatch.runs:
-                self._stopwatch.stop(begin, trainer.data_wait)
+                self._stopwatch.stop(trainer.step_began, trainer.data_wait)
             trainer.owes_evaluation = self._validate_every.after_step(trainer.step)
             self._evaluate_between_steps()
             if self._save_every.after_step(trainer.step):
@@ -124,6 +128,8 @@ class Fit:
     def _step(self, part: Part) -> None:
         trainer = self._trainer
         trainer.part = part
+        if self._trace is not None:
+            self._trace.samples(part.indices, epoch=part.epoch, instead=True)
         if self._step_hooks[0]:
             self._hooks.call("on_step_start", trainer)
             self._update.refresh()
@@ -132,6 +138,7 @@ class Fit:
         else:
             self._streams.seed(part.epoch, part.step)
         outcome = self._update.step(part, self._wishes(), self._stopwatch)
+        trainer.met = self._update.met
         if self._first:
             self._streams.look()
             self._first = False
@@ -172,6 +179,8 @@ class Fit:
             news = outcome.news or self._update.judged(outcome)
             trainer.loss = news.total / news.weight
             trainer.history.add("loss", number, trainer.loss)
+            if self._trace is not None:
+                self._trace.loss_of(number, trainer.loss)
             if outcome.updated:
                 total, weight = trainer.epoch_loss
                 trainer.epoch_loss = (total + news.total, weight + news.weight)
@@ -216,11 +225,18 @@ class Fit:
             self._trainer.stopped = True
 
     def _end_of_epoch_news(self) -> list[float]:
-        """Whether any rank has logged something, and whether all have the same weights, at once."""
-        if self._world.size == 1:
-            return [float(bool(self._trainer.averages.numbers())), 0.0, 0.0]
-        own = checksum(self._trainer.model)
-        return largest([float(bool(self._trainer.averages.numbers())), own, -own])
+        """Whether any rank has logged something, whether all have the same weights, and what each
+        has counted for the record, at once.
+        """
+        trainer, size = self._trainer, self._world.size
+        own = checksum(trainer.model) if size > 1 else 0.0
+        news = [float(bool(trainer.averages)), own, -own]
+        if trainer.recorder is not None:
+            news += in_slots(trainer.recorder.counted(), self._world.rank, size)
+        found = largest(news)
+        if trainer.recorder is not None:
+            trainer.recorder.epoch_ended(trainer.epoch - 1, from_slots(found[3:], size))
+        return found[:3]
 
     def _end_of_epoch(self) -> None:
         """What was measured in it is added up when it has been evaluated: an evaluation that is
@@ -250,7 +266,7 @@ class Fit:
         total, weight = trainer.epoch_loss
         values: dict[str, Any] = {"loss": total / weight} if weight else {}
         logged, high, low = self._end_of_epoch_news()
-        values.update(gathered(trainer.averages, logged > 0))
+        values.update(trainer.averages.gathered(logged > 0))
         if high != -low:
             tell_apart(trainer.model, trainer.epoch - 1)
         values.update(flat(trainer.train_measures.compute()))

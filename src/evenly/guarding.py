@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
+from evenly.blame import blame
+from evenly.checkpoint.saving import Saver
+from evenly.errors import LostError, RankFailedError
 from evenly.loader import Loader
 from evenly.world import World
 
@@ -30,6 +33,23 @@ def guarded(
     finally:
         for loader in loaders:
             loader.close()
+
+
+@contextlib.contextmanager
+def finishing(saver: Saver | None) -> Iterator[None]:
+    """Give the last save time to finish, also after an error; but not where a rank died without a
+    word, whose share will never come.
+    """
+    gone = False
+    try:
+        yield
+    except BaseException as error:
+        told = isinstance(error, RankFailedError) and LostError.__name__ in error.summary
+        gone = told or blame(error) == "lost"
+        raise
+    finally:
+        if saver is not None and not gone:
+            saver.close()
 
 
 def _leave(world: World, error: BaseException) -> None:

@@ -6,19 +6,21 @@ import os
 import time
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
+from evenly import tracing
 from evenly.collectives import agree
 from evenly.copying import on_device
 from evenly.errors import DataError, EvenlyError, SettingError
-from evenly.fetching import Batch, Collate, Fetcher, Wish
+from evenly.fetching import Batch, Collate, Cut, Fetcher, Wish
 from evenly.lifeline import die_with_parent
 from evenly.part import Part
-from evenly.plan import Plan, Tail
+from evenly.plan import Plan, Tail, pieces_of, split
 from evenly.watchdog.activity import activity
 from evenly.world import World, current_world
 
@@ -77,12 +79,15 @@ class Loader:
     def __iter__(self) -> Iterator[Part]:
         raise SettingError("a Loader is read epoch by epoch: `for part in loader.epoch(e):`.")
 
-    def epoch(self, epoch: int, *, start: int = 0, compare: bool = True) -> Iterator[Part]:
+    def epoch(
+        self, epoch: int, *, start: int = 0, compare: bool = True, pieces: int | None = None
+    ) -> Iterator[Part]:
         """This rank's part of each step from ``start`` on; nothing before it is read.
 
         A meeting of all ranks: they compare what they are about to read, and at the first call the
         settings, the data set's length and what subsets of it choose. ``compare=False`` leaves out
-        the first where the ranks cannot differ; after the first call nobody meets then.
+        the first where the ranks cannot differ; after the first call nobody meets then. With
+        ``pieces`` each step is cut into that many, whatever the process count: see `Part.pieces`.
         """
         world = current_world()
         if not self._compared:
@@ -93,9 +98,11 @@ class Loader:
             self._compared = True
         if compare:
             agree((epoch, start), "the (epoch, start) to read")
-        walk = self.plan.walk(epoch, rank=world.rank, size=world.size, start=start)
+        walk = self.plan.walk(epoch, rank=world.rank, size=world.size, start=start, pieces=pieces)
         self._run += 1
-        return self._parts((Wish(epoch, step, indices) for step, indices in walk), world, self._run)
+        cuts = _Cuts(world, pieces)
+        wishes = (Wish(epoch, step, own, cuts.of(self.plan.count(step))) for step, own in walk)
+        return self._parts(wishes, world, self._run)
 
     def close(self) -> None:
         """End the workers, which otherwise stay for the next epoch; one may still follow."""
@@ -106,9 +113,14 @@ class Loader:
             iterator._shutdown_workers()
 
     def _parts(self, wishes: Iterator[Wish], world: World, run: int) -> Iterator[Part]:
+        trace = tracing.current()
         for batch, data in on_device(self._batches(wishes, world, run), world.device):
             wish = batch.wish
-            yield Part(
+            if trace is not None:
+                if trace.enough(self):
+                    return
+                trace.read(self, torch.from_numpy(wish.indices), wish.epoch)
+            part = Part(
                 data=data,
                 indices=torch.from_numpy(wish.indices),
                 epoch=wish.epoch,
@@ -117,6 +129,7 @@ class Loader:
                 global_weight=self.plan.count(wish.step),
                 world=world,
             )
+            yield part if wish.cuts is None else replace(part, pieces=_pieces(part, wish.cuts))
 
     def _batches(self, wishes: Iterator[Wish], world: World, run: int) -> Iterator[Batch]:
         pin = world.device.type == "cuda"
@@ -193,6 +206,41 @@ class Loader:
             return 0
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         return max(1, min(8, cores // world.local_size))
+
+
+class _Cuts:
+    """Where a rank's run of a step is cut into pieces; worked out once for each length."""
+
+    def __init__(self, world: World, pieces: int | None) -> None:
+        self._world, self._pieces = world, pieces
+        self._known: dict[int, tuple[Cut, ...]] = {}
+
+    def of(self, count: int) -> tuple[Cut, ...] | None:
+        if self._pieces is None:
+            return None
+        if count not in self._known:
+            own = pieces_of(self._pieces, self._world.rank, self._world.size)
+            bounds = [(piece, split(count, piece, self._pieces)) for piece in own]
+            first = bounds[0][1][0]
+            self._known[count] = tuple(
+                Cut(piece, start - first, stop - first)
+                for piece, (start, stop) in bounds
+                if stop > start
+            )
+        return self._known[count]
+
+
+def _pieces(part: Part, cuts: tuple[Cut, ...]) -> tuple[Part, ...]:
+    return tuple(
+        replace(
+            part,
+            data=data,
+            indices=part.indices[cut.start : cut.stop],
+            weight=cut.stop - cut.start,
+            piece=cut.piece,
+        )
+        for data, cut in zip(part.data, cuts, strict=True)
+    )
 
 
 class _Wishes:

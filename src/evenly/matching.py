@@ -6,6 +6,7 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
+from evenly import tracing
 from evenly.collectives import all_gather_object, broadcast
 from evenly.errors import DisagreementError, EvenlyWarning, SettingError
 from evenly.layers import SyncBatchNorm
@@ -23,6 +24,9 @@ def match(*models: nn.Module) -> None:
     For modules that are trained without `replicate`; a meeting of all ranks.
     """
     world = current_world()
+    trace = tracing.current()
+    if trace is not None:
+        trace.watch(*models)
     for model in models:
         place(model, world.device)
         with torch.no_grad():

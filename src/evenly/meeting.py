@@ -55,6 +55,19 @@ def some_absent() -> Iterator[None]:
         world.absent = ""
 
 
+@contextlib.contextmanager
+def apart(reason: str) -> Iterator[None]:
+    """Around code that each rank runs as often as it has pieces: meetings in it are refused, in a
+    world of one too, whose numbers would not be those of several.
+    """
+    world = current_world()
+    world.apart = reason
+    try:
+        yield
+    finally:
+        world.apart = ""
+
+
 def wire_for(device: torch.device, group: Group) -> torch.device:
     """Where tensors of ``device`` must be to travel: gloo carries CPU tensors only."""
     backends = wire_types(str(dist.get_backend_config(group)))
@@ -67,6 +80,8 @@ def wire_for(device: torch.device, group: Group) -> torch.device:
 
 def size_of(group: Group) -> int:
     world = current_world()
+    if world.apart:
+        raise SettingError(f"ranks would meet here, where each must be alone. {world.apart}")
     return world.size if group is None or world.group is None else dist.get_world_size(group)
 
 

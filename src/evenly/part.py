@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenly import tracing
 from evenly.collectives import all_reduce
 from evenly.errors import DataError, SettingError
 from evenly.objective import Total
@@ -31,6 +32,11 @@ class Part:
     global_weight: int
     """How many samples the step has over all ranks."""
     world: World
+    pieces: tuple[Part, ...] | None = None
+    """Where steps are cut into pieces: this rank's, without the empty ones; ``data`` is then the
+    list of their batches."""
+    piece: int | None = None
+    """The number of the piece that this is, if it is one."""
 
     _progress: _Progress = field(default_factory=lambda: _Progress(), repr=False)
 
@@ -59,6 +65,8 @@ class Part:
                 f"share() takes the mean loss of this part, a tensor of one number, or a Total; it "
                 f"was given {given}. Use reduction='mean', and no .item()."
             )
+        if tracing.active is not None:
+            tracing.active.shared(self.indices, loss, self.weight)
         if self.weight == 0:
             # The mean of nothing is nan; its gradient must be zero and not nan.
             return loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
@@ -80,6 +88,8 @@ class Part:
                 )
             weight = torch.as_tensor(total.weight, dtype=torch.float64).detach().reshape(())
             of = float(all_reduce(weight, check=False))
+        if tracing.active is not None:
+            tracing.active.shared(self.indices, total.sum / total.weight, total.weight)
         if of == 0:
             raise SettingError(
                 f"the weights of step {self.step} sum to 0 over all ranks, so there is no mean. "

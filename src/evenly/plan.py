@@ -114,12 +114,19 @@ class Plan:
         return self._order(epoch)(self._positions(step, rank, size))
 
     def walk(
-        self, epoch: int, *, rank: int = 0, size: int = 1, start: int = 0
+        self,
+        epoch: int,
+        *,
+        rank: int = 0,
+        size: int = 1,
+        start: int = 0,
+        pieces: int | None = None,
     ) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Go through an epoch from step ``start``: (step, this rank's samples), step after step.
 
         Indices are made for many steps at once; it holds 16,384 of them, or one step's if that is
-        more. ``start`` may equal ``steps``, which leaves nothing to do.
+        more. ``start`` may equal ``steps``, which leaves nothing to do. With ``pieces`` a rank
+        gets whole ones, as `share` says.
         """
         order = self._order(epoch)
         start = _integer("start", start, 0)
@@ -129,13 +136,13 @@ class Plan:
                 f"give 0 to {self.steps}, or go on with the next epoch"
             )
         # A generator would refuse a bad rank only at its first step, far from the mistake.
-        split(self.batch_size, rank, size)
-        return self._walk(order, rank, size, start)
+        share(self.batch_size, rank, size, pieces)
+        return self._walk(order, rank, size, start, pieces)
 
     def _walk(
-        self, order: Order, rank: int, size: int, step: int
+        self, order: Order, rank: int, size: int, step: int, pieces: int | None
     ) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        first, last = split(self.batch_size, rank, size)
+        first, last = share(self.batch_size, rank, size, pieces)
         full = self.length // self.batch_size
         offsets = np.arange(first, last if full else first, dtype=np.int64)
         stride = min(self.batch_size, self.length)  # a batch may be larger than any index
@@ -145,7 +152,9 @@ class Plan:
             starts = np.arange(step, min(stop, full), dtype=np.int64) * stride
             positions = (starts[:, None] + offsets).ravel()
             # The short last step joins the last block: a permutation call has a fixed cost.
-            short = self._positions(stop - 1, rank, size) if stop > full else positions[:0]
+            short = positions[:0]
+            if stop > full:
+                short = self._positions(stop - 1, rank, size, pieces)
             samples = order(np.concatenate([positions, short]))
             whole = samples[: positions.size].reshape(starts.size, offsets.size)
             yield from enumerate(whole, step)
@@ -153,9 +162,11 @@ class Plan:
                 yield stop - 1, samples[positions.size :]
             step, block = stop, min(2 * block, _LAST_BLOCK)
 
-    def _positions(self, step: int, rank: int, size: int) -> NDArray[np.int64]:
+    def _positions(
+        self, step: int, rank: int, size: int, pieces: int | None = None
+    ) -> NDArray[np.int64]:
         begin, end = self.bounds(step)
-        start, stop = split(end - begin, rank, size)
+        start, stop = share(end - begin, rank, size, pieces)
         return np.arange(begin + start, begin + stop, dtype=np.int64)
 
     def _order(self, epoch: int) -> Order:
@@ -181,6 +192,28 @@ def split(count: int, rank: int, size: int) -> tuple[int, int]:
     each, more = divmod(count, size)
     start = rank * each + min(rank, more)
     return start, start + each + (1 if rank < more else 0)
+
+
+def pieces_of(pieces: int, rank: int, size: int) -> range:
+    """Which of a step's ``pieces`` one rank runs: contiguous, and none without a piece."""
+    if _integer("size", size, 1) > _integer("pieces", pieces, 1):
+        raise SettingError(
+            f"pieces={pieces} cannot be given to {size} processes, one of which would have none: "
+            f"start at most {pieces}, or give as many pieces as the most processes you will use"
+        )
+    return range(*split(pieces, rank, size))
+
+
+def share(count: int, rank: int, size: int, pieces: int | None = None) -> tuple[int, int]:
+    """Where one rank's run of a step of ``count`` samples starts and stops.
+
+    With ``pieces`` the step is split into that many whatever the size, and a rank's run is that of
+    `pieces_of` it; a short step leaves the last pieces empty. Without, it is `split` over ranks.
+    """
+    if pieces is None:
+        return split(count, rank, size)
+    own = pieces_of(pieces, rank, size)
+    return split(count, own.start, pieces)[0], split(count, own.stop - 1, pieces)[1]
 
 
 def microbatches(count: int, limit: int) -> list[tuple[int, int]]:

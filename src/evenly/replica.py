@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from evenly import tracing
 from evenly.errors import SettingError
 from evenly.layers import SyncBatchNorm
 from evenly.matching import OnDifference, place, repair, spans_devices
@@ -69,6 +70,9 @@ def replicate(
         raise SettingError(f"replicate() takes a torch module; it was given {model!r}.")
     check_trainable(model)
     place(model, world.device)
+    trace = tracing.current()
+    if trace is not None:
+        trace.watch(model)
     if world.size == 1:
         return model
     repair(model, on_difference)

@@ -18,8 +18,7 @@ from evenly.collectives import all_gather_object
 from evenly.errors import EvenlyError, EvenlyWarning, SettingError, StorageError
 from evenly.permutation import VERSION as PERMUTATION
 from evenly.plan import Plan
-from evenly.surroundings import surroundings, what_changed
-from evenly.training.averages import added
+from evenly.surroundings import what_changed
 from evenly.training.history import History
 
 if TYPE_CHECKING:
@@ -42,6 +41,9 @@ def state_of(trainer: Trainer, plan: Plan) -> dict[str, Any]:
     does not matter how many there are when the run goes on.
     """
     assert trainer.optimizer is not None
+    if trainer.recorder is not None:
+        trainer.recorder.gathered(all_gather_object(trainer.recorder.counted()))
+        trainer.recorder.saving()
     return {
         "run": {
             "epoch": trainer.epoch,
@@ -52,7 +54,8 @@ def state_of(trainer: Trainer, plan: Plan) -> dict[str, Any]:
             "plan": _plan(plan),
             "seed": trainer.seed,
             "processes": trainer.world.size,
-            "surroundings": surroundings(trainer.world.device),
+            "pieces": trainer.piece_settings,
+            "surroundings": trainer.surroundings(),
         },
         "model": _tensors(trainer.model),
         "loss": {} if trainer.loss_module is None else _tensors(trainer.loss_module),
@@ -60,7 +63,7 @@ def state_of(trainer: Trainer, plan: Plan) -> dict[str, Any]:
         "scheduler": trainer.scheduler_state(),
         "scaler": trainer.mixed.state_dict(),
         "callbacks": [[type(one).__name__, _state(one)] for one in trainer.callbacks],
-        "averages": added(all_gather_object(trainer.averages.numbers())),
+        "averages": trainer.averages.merged(),
         "metrics": trainer.train_measures.merged_state(),
         "history": {
             name: [
@@ -91,6 +94,7 @@ def _go_on(trainer: Trainer, plan: Plan, saved: Checkpoint) -> None:
     assert trainer.optimizer is not None
     run = saved.part("run")
     _check_plan(run["plan"], _plan(plan), saved)
+    _check_pieces(run.get("pieces"), trainer.piece_settings, saved)
     _check_surroundings(trainer, run["surroundings"], saved)
     load_into(_tensors(trainer.model), saved.state["model"], saved.tensor)
     if trainer.loss_module is not None:
@@ -111,8 +115,8 @@ def _go_on(trainer: Trainer, plan: Plan, saved: Checkpoint) -> None:
     for name, (steps, values) in saved.part("history").items():
         for step, value in zip(steps.tolist(), values.tolist(), strict=True):
             trainer.history.add(name, step, value)
-    if trainer.world.rank == 0:  # added up over the ranks when they are read
-        trainer.averages.load(saved.part("averages"))
+    # What is not kept by piece is rank 0's: it is added up over the ranks when it is read.
+    trainer.averages.load(saved.part("averages"), mine=trainer.world.rank == 0)
     trainer.train_measures.load(saved.part("metrics"), mine=trainer.world.rank == 0)
 
 
@@ -134,9 +138,21 @@ def _check_plan(saved: Mapping[str, Any], here: Mapping[str, Any], checkpoint: C
             )
 
 
+def _check_pieces(
+    before: Mapping[str, Any] | None, here: Mapping[str, Any] | None, saved: Checkpoint
+) -> None:
+    for name in {**(before or {}), **(here or {})}:
+        old, new = (before or {}).get(name), (here or {}).get(name)
+        if old != new:
+            raise SettingError(
+                f"the run in {saved.path.parent} has {name}={old} and this one {name}={new}, which "
+                "gives other bits. Set it as it was, or start in another folder."
+            )
+
+
 def _check_surroundings(trainer: Trainer, before: Mapping[str, Any], saved: Checkpoint) -> None:
-    here = surroundings(trainer.world.device)
-    changed = what_changed(before, here, bits=False)
+    here = trainer.surroundings()
+    changed = what_changed(before, here, bits=trainer.pieces is not None)
     if changed and trainer.world.rank == 0:
         warnings.warn(
             f"the run in {saved.path.parent} was saved with {changed}. It goes on, and its numbers "

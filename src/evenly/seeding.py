@@ -200,9 +200,9 @@ class StepStreams:
         for stream in self._drawn:
             stream.seed(bits)
 
-    def _mixed(self, mixed: int, epoch: int, step: int) -> int:
-        """The finaliser of splitmix64 over both numbers: a tenth of the time of `key`."""
-        for number in (epoch, step):
+    def _mixed(self, mixed: int, *numbers: int) -> int:
+        """The finaliser of splitmix64 over the numbers: a tenth of the time of `key`."""
+        for number in numbers:
             mixed = (mixed + (number + 1) * 0x9E3779B97F4A7C15) & _WORD
             mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
             mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _WORD
@@ -229,6 +229,39 @@ class StepStreams:
         moved = [stream for stream, state in self._states.items() if not stream.same(state)]
         self._drawn += [stream for stream in moved if stream not in self._drawn]
         self._states = {}
+
+
+class PieceStreams(StepStreams):
+    """Seeds all global generators for each piece of each step, by (seed, epoch, step, piece).
+
+    Also those of Python and numpy at every piece: which of them are drawn from may differ between
+    pieces, and must not depend on which pieces a rank has seen.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, -1)
+        self._base = key("pieces", seed)
+        self._place = (0, 0)
+
+    def seed(self, epoch: int, step: int) -> None:
+        self._place = (epoch, step)
+
+    watch = seed
+
+    def look(self) -> None:
+        """Nothing to look for."""
+
+    def enter(self, piece: int) -> None:
+        """Seed for one piece of the step that `seed` named."""
+        self._seed_all(self._mixed(self._base, *self._place, piece))
+
+    def seed_alike(self, epoch: int, step: int = -1) -> None:
+        self._seed_all(self._mixed(self._shared, epoch, step))
+
+    def _seed_all(self, bits: int) -> None:
+        for stream in GLOBAL_STREAMS:
+            stream.seed(bits)
+        _seed_gpu(bits)
 
 
 @contextmanager

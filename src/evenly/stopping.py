@@ -1,9 +1,9 @@
 """Requests to stop from outside: a scheduler that wants its machine back, a signal to a rank.
 
 Under ``evenly run`` the launcher takes the signal and publishes the request in the attempt's store,
-where a thread of each rank listens: SIGTERM to a worker still means to end now. Ranks that were
-started otherwise take the signal themselves. Nothing but a flag is set here; the ranks agree on the
-step at which to stop, save, and exit with `EXIT_CODE`.
+where a thread of each rank listens. SIGTERM to a worker still means to end now; SIGUSR1 is a
+request there, too. Ranks that were started otherwise take both signals themselves. Nothing but a
+flag is set here; the ranks agree on the step at which to stop, save, and exit with `EXIT_CODE`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any
@@ -34,17 +35,20 @@ STOPPED_KEY = "evenly/stopped"
 
 _REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
 _LOOK = 0.5  # seconds between looks at the store
+_ECHO = 1.0  # seconds in which the same signal again is the same request
 
 
 class StopRequests:
     """While entered, listens for a request to stop. ``asked`` is its signal's name, once it came.
 
-    A second signal to a rank that takes them itself ends it at once. Outside the main thread no
-    signal can be taken.
+    A second signal to a rank that takes them itself ends it at once, unless it is the same one
+    within a second: a scheduler may signal all processes and their launcher pass it on. Outside
+    the main thread no signal can be taken.
     """
 
     def __init__(self, world: World) -> None:
         self.asked = ""
+        self._when = 0.0
         self._world = world
         self._previous: dict[signal.Signals, Any] = {}
         self._ears: dist.Store | None = None
@@ -52,15 +56,16 @@ class StopRequests:
         self._end = threading.Event()
 
     def __enter__(self) -> StopRequests:
-        if self._world.launcher == "evenly":
+        launched = self._world.launcher == "evenly"
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGUSR1,) if launched else _REQUESTS:
+                self._previous[number] = signal.signal(number, self._take)
+        if launched:
             limit = timedelta(seconds=self._world.timeout)
             self._ears = connect(read_place(os.environ), limit)
             self._ears.add(LISTENERS_KEY, 1)
             self._thread = threading.Thread(target=self._listen, name="evenly-stop", daemon=True)
             self._thread.start()
-        elif threading.current_thread() is threading.main_thread():
-            for number in _REQUESTS:
-                self._previous[number] = signal.signal(number, self._take)
         return self
 
     def __exit__(
@@ -78,6 +83,8 @@ class StopRequests:
             with contextlib.suppress(RuntimeError):  # the store may be gone
                 if self._ears is not None:  # from now on a request ends the run
                     self._ears.add(LISTENERS_KEY, -1)
+                    # The launcher asks before it counts, so one that found us here is seen here.
+                    self._look()
 
     def saved(self) -> None:
         """Let the launcher know that the run has stopped as asked."""
@@ -90,14 +97,20 @@ class StopRequests:
         # Looks, because a wait that ends by its limit makes torch print a warning.
         while not self.asked and not self._end.wait(_LOOK):
             try:
-                if self._ears.check([STOP_KEY]):
-                    self.asked = self._ears.get(STOP_KEY).decode()
+                self._look()
             except RuntimeError:
                 return  # the store is gone, and with it the launcher
 
+    def _look(self) -> None:
+        if self._ears is not None and not self.asked and self._ears.check([STOP_KEY]):
+            self.asked = self._ears.get(STOP_KEY).decode()
+
     def _take(self, number: int, frame: FrameType | None) -> None:
         chosen = signal.Signals(number)
-        if self.asked:
+        if self._world.launcher == "evenly":  # whose launcher is the one to ask twice
+            self.asked = self.asked or chosen.name
+        elif not self.asked:
+            self.asked, self._when = chosen.name, time.monotonic()
+        elif self.asked != chosen.name or time.monotonic() - self._when > _ECHO:
             signal.signal(chosen, self._previous.get(chosen) or signal.SIG_DFL)
             os.kill(os.getpid(), chosen)
-        self.asked = self.asked or chosen.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import warnings
@@ -15,32 +16,35 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evenly import metrics as measured
+from evenly import tracing
 from evenly.callbacks.base import Hooks
 from evenly.callbacks.progress import Progress
+from evenly.callbacks.recorder import Recorder
 from evenly.checkpoint import CheckpointFolder, Retention
 from evenly.checkpoint.retention import retention
 from evenly.checkpoint.saving import OnSaveError, Saver
 from evenly.collectives import agree_on, any_rank, barrier
 from evenly.errors import EvenlyWarning, SettingError
-from evenly.evaluation import evaluate
+from evenly.evaluation import evaluate, runs, secluded
 from evenly.fetching import Collate
 from evenly.fitting import Fit
-from evenly.guarding import guarded
+from evenly.guarding import finishing, guarded
 from evenly.layers import SyncBatchNorm
 from evenly.loader import Loader
 from evenly.matching import OnDifference, match_buffers, place, repair
-from evenly.meeting import some_absent
 from evenly.objective import Output, Total
 from evenly.part import Part
-from evenly.plan import Plan, Tail
-from evenly.prediction import predict
+from evenly.pieces.holding import held, tell_of_differences
+from evenly.plan import Plan, Tail, pieces_of
+from evenly.prediction import predict, read_predictions
 from evenly.prediction.layout import Format
 from evenly.prediction.memory import Keep
 from evenly.resuming import about, go_on, state_of
-from evenly.seeding import StepStreams, seed_streams, streams_kept
+from evenly.seeding import PieceStreams, StepStreams, seed_streams, streams_kept
 from evenly.stopping import EXIT_CODE, StopRequests
+from evenly.surroundings import surroundings
 from evenly.together import together
-from evenly.training.averages import Averages
+from evenly.training.averages import Averages, PieceAverages
 from evenly.training.every import Every, every
 from evenly.training.given import (
     accepted_metrics,
@@ -51,15 +55,15 @@ from evenly.training.given import (
     total_steps,
 )
 from evenly.training.history import History
-from evenly.training.measures import TrainMeasures
+from evenly.training.measures import PieceMeasures, TrainMeasures
 from evenly.training.modes import evaluating
 from evenly.training.notices import notices
+from evenly.training.piecewise import PieceUpdate, check_alone
 from evenly.training.precision import Mixed, Precision
 from evenly.training.recipe import Forward, Loss, Recipe, Step
 from evenly.training.schedule import Factory, Schedule
 from evenly.training.update import Update, UpdateSettings
 from evenly.training.verdict import Nonfinite, Verdict
-from evenly.tree import leaves
 from evenly.watchdog.activity import activity
 from evenly.watchdog.limits import checked
 from evenly.world import World, join_world
@@ -98,6 +102,10 @@ class Trainer:
     """What `fit` is to reach."""
     epoch_length: int
     """Steps of an epoch."""
+    recorder: Recorder | None
+    """Writes the run record, where there is a folder."""
+    options: dict[str, Any]
+    """The settings that the record shows."""
 
     def __init__(
         self,
@@ -112,6 +120,8 @@ class Trainer:
         step: Step | None = None,
         batch_size: int,
         microbatch: int | None = None,
+        pieces: int | None = None,
+        threads: int = 1,
         seed: int = 0,
         shuffle: bool = True,
         tail: Tail = "keep",
@@ -152,6 +162,9 @@ class Trainer:
         Data:
           batch_size: what one optimizer step sees over all processes together.
           microbatch: the most samples that a process holds at once; gradients are accumulated.
+          pieces: cut every step into this many, whatever the process count, so that 1 to ``pieces``
+            processes give the same bits; not given, the same numbers to rounding.
+          threads: of each process, with ``pieces``; the bits depend on them.
           seed: of the order of samples, of augmentation and of random layers.
           shuffle, tail, collate_fn, workers: as for `evenly.Loader`.
         Optimization:
@@ -185,6 +198,9 @@ class Trainer:
             checked("hang_timeout", hang_timeout),
         )
         self.world = join_world(device=device, backend=backend, timeout=timeout)
+        trace, folder = tracing.current(), tracing.redirected(folder)
+        if trace is not None:
+            trace.by_trainer = True
         self.seed = seed
         self.batch_size = batch_size
         self._loading: dict[str, Any] = {"collate_fn": collate_fn, "workers": workers, "seed": seed}
@@ -195,22 +211,31 @@ class Trainer:
             find_unused_parameters=find_unused_parameters,
             collective_forward=collective_forward,
             check_loss=check_loss,
+            pieces=pieces,
+            threads=threads,
         )
+        self.pieces = pieces
         self.mixed = Mixed(precision, self.world.device)
         self._verdict = Verdict(self.world, nonfinite)
         self._recipe = Recipe(
             forward=forward, target=target, loss=loss, step=step, device=self.world.device
         )
-        self._metrics = accepted_metrics(metrics, self.world)
-        self.train_measures = TrainMeasures(accepted_metrics(train_metrics, self.world))
+        self._metrics = accepted_metrics(metrics, self.world, pieces=pieces)
+        self.train_measures = self._measures(
+            accepted_metrics(train_metrics, self.world, pieces=pieces)
+        )
         if not isinstance(callbacks, Sequence):
             raise SettingError(f"callbacks={callbacks!r}: give a list of callbacks.")
         if progress not in (True, False, "quiet"):
             raise SettingError(f"progress={progress!r}: give True, 'quiet' or False.")
         shown = [Progress(quiet=progress == "quiet")] if progress else []
-        self.callbacks = [*callbacks, *shown]
+        self.recorder = None if folder is None else Recorder(Path(folder), self.world)
+        last = [] if self.recorder is None else [self.recorder]
+        self.callbacks = [*callbacks, *shown, *last]
         self.hooks = Hooks(self.callbacks, self.world)
         self.model = self.evaluated = made_model(model, seed)
+        if pieces is not None:
+            check_alone(self.model, pieces, self.world.size)
         place(self.model, self.world.device)
         if self.world.size > 1:
             for module in self._trained():
@@ -223,12 +248,13 @@ class Trainer:
         self.loss = float("nan")
         self.data_wait = 0.0
         self.part: Part | None = None
+        self.step_began = self.met = 0.0
         self.total_steps = 0
         self.history = History()
-        self.averages = Averages()
+        self.averages = self._averages()
         self.epoch_loss = (0.0, 0.0)
         self.stages: list[str] = []
-        self._stage_metrics: dict[str, Any] = {}
+        self._stage_measures: dict[str, TrainMeasures] = {}
         self._update: Update | None = None
         self._told = self._closed = False
         self.owes_evaluation = False  # of this step, which was interrupted
@@ -242,7 +268,25 @@ class Trainer:
             self.saver = Saver(
                 self.checkpoints, self.world, background=async_save, on_error=on_save_error
             )
+            if self.recorder is not None:
+                self.saver.on_sealed = self.recorder.saved
         activity.folder = "" if folder is None else str(Path(folder).absolute())
+        self.options = {
+            "batch_size": batch_size,
+            "microbatch": microbatch,
+            "seed": seed,
+            "shuffle": shuffle,
+            "tail": tail,
+            "workers": workers,
+            "precision": precision,
+            "clip_norm": clip_norm,
+            "nonfinite": nonfinite,
+            "save_every": save_every,
+            "loss": step if loss is None else loss,
+            "scheduler": scheduler,
+            "metrics": list(metrics or ()),
+            "train_metrics": list(train_metrics or ()),
+        }
 
     def fit(
         self,
@@ -319,6 +363,7 @@ class Trainer:
                 "fit(validate_every=)": validate_every,
                 "how steps are made": self._settings,
                 "how often to save": self._save_every,
+                "whether there is a folder": self.checkpoints is not None,
                 "where the run stands (epoch, position, step)": stands,
             }
         )
@@ -330,9 +375,15 @@ class Trainer:
                 stages=stages,
                 **self._scheduling,
             )
+        if self.pieces is not None:
+            tell_of_differences(self.surroundings())
         self._resume(resume, loader.plan)
-        streams = StepStreams(self.seed, self.world.rank)
-        self._update = update = Update(
+        trace = tracing.current()
+        if trace is not None:
+            trace.watch(self.model, self._recipe.module)
+            self.total_steps = min(self.total_steps, trace.steps)
+        streams, make = self._way()
+        self._update = update = make(
             self.model,
             self._recipe,
             self.optimizer,
@@ -359,13 +410,13 @@ class Trainer:
         )
         self.stop_wanted = self.stopped = False
         self._plan = loader.plan
-        saves = NOTHING if self.saver is None else contextlib.closing(self.saver)
         with (
             activity.within("start-up"),
-            saves,
+            finishing(self.saver),
             self._guarded([loader, *stages.values()]),
             streams_kept(),
             requests or NOTHING,
+            self._held(),
         ):
             try:
                 for module in self._trained():
@@ -411,8 +462,7 @@ class Trainer:
         model = self.evaluated
 
         def predictions(part: Part) -> Any:
-            lonely = part.global_weight < self.world.size
-            with self.mixed.autocast(), some_absent() if lonely else contextlib.nullcontext():
+            with self.mixed.autocast(), secluded(part):
                 return self._recipe.predict(model, part.data)
 
         with (
@@ -421,13 +471,19 @@ class Trainer:
             streams_kept(),
             torch.no_grad(),
             evaluating(model, self._recipe.module),
+            self._held(),
         ):
             match_buffers(model)
             seed_streams(self.seed, "prediction", self.world.rank)
-            parts = loader.epoch(0)
-            return predict(
+            parts = runs(loader.epoch(0, pieces=self.pieces), self.seed, "prediction")
+            out = tracing.redirected(out)
+            found = predict(
                 parts, predictions, length=loader.plan.length, keep=keep, out=out, format=format
             )
+        if tracing.active is not None:
+            written = None if format == "parquet" else read_predictions(out) if out else found
+            tracing.active.predictions(written)
+        return found
 
     def log(self, name: str, value: Total | Tensor | float) -> None:
         """Count a number in the mean of this epoch, or evaluation, over all ranks.
@@ -441,6 +497,8 @@ class Trainer:
     def note(self, name: str, value: float) -> None:
         """Put a number into the history at this step. It must be the same on all ranks."""
         self.history.add(name, self.step, float(value))
+        if tracing.active is not None:
+            tracing.active.metrics({name: float(value)})
 
     def stop(self) -> None:
         """End `fit` on all ranks, from any of them.
@@ -467,6 +525,11 @@ class Trainer:
             self.saver.save(about(self), state_of(self, self._plan))
 
     @property
+    def plan(self) -> Plan | None:
+        """Of the training data, from the first `fit` on."""
+        return self._plan
+
+    @property
     def loss_module(self) -> nn.Module | None:
         """The loss, if it is a module."""
         return self._recipe.module
@@ -491,36 +554,40 @@ class Trainer:
         """Evaluate on one data set, with hooks; a meeting of all ranks."""
         activity.at(self.epoch, self.position, self.step)
         self.hooks.call("on_evaluation_start", self, stage)
-        before, self.averages = self.averages, Averages()
+        before, self.averages = self.averages, self._averages()
         part, self.part = self.part, None
         for module in (self.evaluated, self._recipe.module):
             if module is not None:
                 match_buffers(module)
-        metrics = self._stage_metrics.setdefault(stage, measured.copies(self._metrics))
+        if stage not in self._stage_measures:
+            self._stage_measures[stage] = self._measures(measured.copies(self._metrics))
+        measures = self._stage_measures[stage]
         try:
-            with streams_kept(), activity.within("evaluation", stage):
+            with streams_kept(), self._held(), activity.within("evaluation", stage):
                 seed_streams(self.seed, "evaluation", self.world.rank)
                 values = evaluate(
-                    loader.epoch(0),
+                    runs(loader.epoch(0, pieces=self.pieces), self.seed, "evaluation"),
                     model=self.evaluated,
                     recipe=self._recipe,
-                    metrics=metrics,
+                    measures=measures,
                     mixed=self.mixed,
                     samples=loader.plan.length,
                     meets=self._meets(),
+                    losses=self._averages(),
                     averages=self.averages,
                     interrupted=interrupted,
                 )
         finally:
             self.averages, self.part = before, part
-            for metric in leaves(metrics):
-                metric.reset()
+            measures.reset()
         self.remember({f"{stage}/{name}": value for name, value in values.items()})
         self.hooks.call("on_evaluation_end", self, stage, values)
         return values
 
     def remember(self, values: Mapping[str, Any]) -> None:
         """Put the numbers among these into the history."""
+        if tracing.active is not None:
+            tracing.active.metrics(values)
         for name, value in values.items():
             if isinstance(value, int | float):
                 self.history.add(name, self.step, value)
@@ -535,8 +602,45 @@ class Trainer:
     def _watch(self, part: Part, output: Output) -> None:
         """What one micro-batch gave."""
         for name, value in output.log.items():
-            self.averages.log(name, value, part.weight)
+            self.averages.log(name, value, part.weight, part.piece)
         self.train_measures.update(part, output)
+
+    @property
+    def piece_settings(self) -> dict[str, int] | None:
+        """What the bits of a run in pieces depend on, and a user sets."""
+        if self.pieces is None:
+            return None
+        return {"pieces": self.pieces, "threads": self._settings.threads}
+
+    def surroundings(self) -> dict[str, Any]:
+        """What else bits depend on; with the threads that pieces run with."""
+        return {**surroundings(self.world.device), **(self.piece_settings or {})}
+
+    def _held(self) -> contextlib.AbstractContextManager[None]:
+        """In pieces: with the threads, and on a GPU the algorithms, that the bits depend on."""
+        if self.pieces is None:
+            return NOTHING
+        return held(self._settings.threads, self.world.device)
+
+    def _own(self) -> range:
+        """The pieces that this rank runs."""
+        assert self.pieces is not None
+        return pieces_of(self.pieces, self.world.rank, self.world.size)
+
+    def _averages(self) -> Averages:
+        return Averages() if self.pieces is None else PieceAverages(self.pieces, self._own())
+
+    def _measures(self, metrics: Any) -> TrainMeasures:
+        if self.pieces is None:
+            return TrainMeasures(metrics)
+        return PieceMeasures(metrics, self.pieces, self._own())
+
+    def _way(self) -> tuple[StepStreams, Callable[..., Update]]:
+        """How steps are made: whole, or in pieces; and the random streams for it."""
+        if self.pieces is None:
+            return StepStreams(self.seed, self.world.rank), Update
+        streams = PieceStreams(self.seed)
+        return streams, functools.partial(PieceUpdate, pieces=self.pieces, streams=streams)
 
     def _meets(self) -> bool:
         """Whether ranks meet in the user's code in evaluation. SyncBatchNorm meets in training."""
@@ -584,6 +688,11 @@ class Trainer:
             )
         together(lambda: go_on(self, plan, saved))
         self.epoch_length = plan.steps
+        if self.world.rank == 0:
+            sys.stderr.write(
+                f"evenly: going on after step {self.step}, from {saved.path}; what was done since "
+                "then is done again.\n"
+            )
 
     def _check_position(self, length: int) -> None:
         """A run that stands within an epoch can only go on with an epoch of the same length."""
@@ -596,7 +705,7 @@ class Trainer:
         self.epoch_length = length
 
     def _tell(self, batch_size: int) -> None:
-        if self.world.rank or self._told:
+        if self.world.rank or self._told or self.pieces is not None:
             return
         self._told = True
         cut = self._settings.microbatch is not None and (

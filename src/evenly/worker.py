@@ -15,7 +15,9 @@ if __name__ == "__main__" and not sys.flags.safe_path:
 import atexit
 import contextlib
 import faulthandler
+import gc
 import importlib.machinery
+import io
 import json
 import os
 import runpy
@@ -47,7 +49,7 @@ def main(kind: str, target: str, arguments: list[str]) -> int:
     if FILES_VARIABLE in os.environ:
         prepare(str(stack_file(os.environ[FILES_VARIABLE])))
         activity.record(str(box_file(os.environ[FILES_VARIABLE])))
-    atexit.register(_close_process_group, os.getpid())  # first in, so after the program's own
+    atexit.register(_leave, os.getpid())  # first in, so after the program's own
     sys.excepthook = _record
     try:
         if kind == "module":
@@ -105,12 +107,31 @@ def _run_module(name: str, arguments: list[str]) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def _close_process_group(process: int) -> None:
+def _leave(process: int) -> None:
+    if os.getpid() == process:
+        _close_process_group()
+        if _failed:
+            _spare_the_collector()
+
+
+def _spare_the_collector() -> None:
+    """Let Python end without looking for garbage once more, which takes up to a second with torch:
+    the others have stopped, and a restart waits for this. Files would be flushed on the way.
+    """
+    writing = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+    for thing in gc.get_objects():
+        if type(thing) in writing:
+            with contextlib.suppress(OSError, ValueError):
+                thing.flush()
+    gc.freeze()
+
+
+def _close_process_group() -> None:
     """Close the process group that the program left open: with one, a process aborts now and then
     when it ends (3 of 12 with gloo), and a good run would fail.
     """
     distributed = sys.modules.get("torch.distributed")
-    if distributed is None or os.getpid() != process or not distributed.is_initialized():
+    if distributed is None or not distributed.is_initialized():
         return
     if _failed:
         # Closing may wait for peers that will not come. The error is written: die of the alarm.

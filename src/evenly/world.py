@@ -70,6 +70,8 @@ class World:
         """Whether no block holds it open: it ends with the process, or when training fails."""
         self.absent = ""
         """Why some ranks cannot come to a meeting now, if so; it is refused then."""
+        self.apart = ""
+        """Why ranks may not meet at all now, if so; a meeting is refused in a world of one too."""
         self.replicas: list[Any] = []
         """Weak references to replicated models: micro-batches hold back their gradient exchange,
         and closing makes them let go of the process group."""

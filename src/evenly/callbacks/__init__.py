@@ -5,7 +5,9 @@ from evenly.callbacks.base import Callback
 from evenly.callbacks.early_stopping import EarlyStopping
 from evenly.callbacks.gradients import GradientCapture, GradientNorm
 from evenly.callbacks.learning_rate import LearningRateMonitor
+from evenly.callbacks.logging import Logger
 from evenly.callbacks.progress import Progress
+from evenly.callbacks.tensorboard import TensorBoard
 from evenly.callbacks.throughput import Throughput
 from evenly.callbacks.timer import Timer
 
@@ -16,7 +18,9 @@ __all__ = [
     "GradientCapture",
     "GradientNorm",
     "LearningRateMonitor",
+    "Logger",
     "Progress",
+    "TensorBoard",
     "Throughput",
     "Timer",
 ]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
 
 from evenly.checkpoint.folder import CheckpointFolder
 from evenly.checkpoint.plain import taken_apart
+from evenly.checkpoint.reading import Homes
 from evenly.checkpoint.retention import About
 from evenly.checkpoint.spread import spread
 from evenly.checkpoint.writing import Copies, Writing
 from evenly.errors import EvenlyWarning, SettingError, StorageError
+from evenly.storage import Entry
 from evenly.together import together
 from evenly.turn import on_rank
 from evenly.world import World
@@ -38,6 +41,8 @@ class Saver:
         self.folder = folder
         self._world, self._background, self._on_error = world, background, on_error
         self._writing: Writing | None = None
+        self.on_sealed: Callable[[int], None] = lambda step: None
+        """Told of each checkpoint that is whole; on rank 0, by the thread that writes."""
 
     @property
     def failed(self) -> bool:
@@ -59,7 +64,7 @@ class Saver:
             self._world,
             partial,
             Copies(tensors, share),
-            lambda files, homes: self.folder.seal(partial, about, plain, files, homes),
+            lambda files, homes: self._seal(partial, about, plain, files, homes),
         )
         if self._background:
             self._writing.start()
@@ -86,6 +91,17 @@ class Saver:
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.finished.wait(_PATIENCE)
+
+    def _seal(
+        self,
+        partial: Path,
+        about: About,
+        plain: Mapping[str, Any],
+        files: dict[str, Entry],
+        homes: Homes,
+    ) -> None:
+        self.folder.seal(partial, about, plain, files, homes)
+        self.on_sealed(about.step)
 
     def _take(self, error: StorageError) -> None:
         if self._on_error == "raise":

@@ -13,7 +13,7 @@ import safetensors
 import torch
 from torch import Tensor
 
-from evenly import storage
+from evenly import storage, tracing
 from evenly.checkpoint.folder import CheckpointFolder, check, is_whole, step_of
 from evenly.checkpoint.reading import Checkpoint
 from evenly.checkpoint.retention import Mode, check_mode, ranked
@@ -46,7 +46,7 @@ def open_weights(
     average: bool = False,
 ) -> Weights:
     """See `load_weights`."""
-    path = Path(source)
+    path = tracing.found(source)
     if path.is_dir():
         return _of_checkpoint(_chosen(path, step=step, best=best, mode=mode), average)
     if step is not None or best is not None or average:

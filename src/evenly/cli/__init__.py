@@ -10,8 +10,11 @@ from evenly import __version__
 # module of that name here; loading one may load torch, which help does without.
 _COMMANDS = {
     "run": "Run a script or module on several processes.",
+    "verify": "Compare a program's training on several process counts.",
     "export": "Write a run's weights to one file that plain torch reads.",
-    "demo": "Train on 1 to 4 processes and compare the numbers.",
+    "runs": "List and compare runs.",
+    "report": "Write runs as one HTML page.",
+    "demo": "Train on 1, 2 and 4 processes and compare the numbers.",
 }
 
 

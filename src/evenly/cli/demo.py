@@ -1,7 +1,9 @@
-"""``evenly demo``: the same training on 1 to 4 processes, beside the usual recipe."""
+"""``evenly demo``: the same training on 1, 2 and 4 processes, beside the usual recipe."""
 
 from __future__ import annotations
 
+from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -11,9 +13,18 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("-n", "counts", default="1,2,3,4", show_default=True, help="Process counts.")
-def demo(counts: str) -> None:
-    """Train on the embedded digits at several process counts and compare the numbers."""
+@click.option("-n", "counts", default="1,2,4", show_default=True, help="Process counts.")
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="A new folder for the runs and their report. Default: runs/demo-DATE-TIME.",
+)
+def demo(counts: str, out: Path | None) -> None:
+    """Train on the embedded digits at several process counts and compare the numbers.
+
+    A table shows both, and one page, report.html, lays Evenly's runs over each other.
+    """
     try:
         numbers = tuple(int(text) for text in counts.split(","))
         if min(numbers) < 1:
@@ -28,11 +39,16 @@ def demo(counts: str) -> None:
     from rich.table import Table
 
     from evenly import demo as demonstration
+    from evenly.errors import EvenlyError
+    from evenly.report.bundle import installed
 
+    folder = out or Path("runs") / f"demo-{datetime.now():%Y%m%d-%H%M%S}"
+    if folder.exists() and any(folder.iterdir()):
+        raise click.BadParameter(f"{folder} is not empty; name a new folder.", param_hint="-o")
     console = Console()
     found = list(
         track(
-            demonstration.rows(numbers),
+            demonstration.rows(numbers, folder),
             description="training the digits",
             total=len(numbers),
             console=console,
@@ -59,6 +75,18 @@ def demo(counts: str) -> None:
             )
     console.print(table)
     console.print(_verdict(found))
+    if not installed():
+        console.print(
+            f"The runs are in {folder}. For their page: pip install vl-convert-python, then "
+            f"evenly report {folder}/*",
+            soft_wrap=True,
+        )
+        return
+    try:
+        page = demonstration.report(numbers, folder)
+    except EvenlyError as error:
+        raise click.ClickException(str(error)) from error
+    console.print(f"The runs as one page, laid over each other: {page.resolve()}", soft_wrap=True)
 
 
 def _verdict(found: list[Row]) -> str:

@@ -73,6 +73,14 @@ from evenly.launcher import run as run_processes
     metavar="ADDRESS",
     help=("This machine's address as the others see it. Default: its full host name."),
 )
+@click.option(
+    "--wait",
+    type=int,
+    default=30,
+    metavar="SECONDS",
+    show_default=True,
+    help=("With --nodes MIN:MAX: how long to wait for more machines once MIN are there."),
+)
 @click.option("--job", metavar="NAME", help="The run's name, the same on all its machines.")
 @click.argument("target")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -87,6 +95,7 @@ def run(
     nodes: str,
     rendezvous: str | None,
     address: str | None,
+    wait: int,
     job: str | None,
     target: str,
     arguments: tuple[str, ...],
@@ -105,6 +114,7 @@ def run(
             nodes=parse_nodes(nodes),
             rendezvous=rendezvous,
             address=address,
+            wait=wait,
             job=job,
             restarts=restarts,
             threads=threads,

@@ -92,6 +92,7 @@ class Agent(LocalElasticAgent):
             self._remaining_restarts = 0
             self.exit_code = EXIT_CODE
             say(f"the run has stopped as asked, and saved (exit code {EXIT_CODE}).")
+            self._exit_barrier()  # other machines ask the store that may be here
         elif any(codes.values()):
             self._fail(worker_group)
         elif self._watch is not None and self._watch.hung is not None:

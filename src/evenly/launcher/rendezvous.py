@@ -106,6 +106,7 @@ class SeveralMachines(Rendezvous):
             job,
             *settings.nodes,
             local_addr=settings.address,
+            last_call_timeout=settings.wait,
         )
         self._torch = get_rendezvous_handler(parameters)
 

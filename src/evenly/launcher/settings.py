@@ -37,6 +37,9 @@ class Settings:
     job: str | None = None
     """The run's name, the same on all its machines."""
 
+    wait: int = 30
+    """Seconds for which more machines are waited for once the fewest are there."""
+
     restarts: int = 0
     """How often the processes are started again after a failure."""
 
@@ -85,6 +88,8 @@ class Settings:
             host, _, port = self.rendezvous.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) < 65536:
                 raise SettingError(f"rendezvous {self.rendezvous!r} is not of the form HOST:PORT.")
+        if self.wait < 1:
+            raise SettingError(f"machines need 1 second at least to meet; {self.wait} was given.")
         if self.restarts < 0:
             raise SettingError(f"restarts cannot be negative; {self.restarts} was given.")
         if self.threads is not None and self.threads < 1:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torchmetrics.wrappers import MetricTracker
 
+from evenly import tracing
 from evenly.collectives import all_gather_object
 from evenly.errors import DisagreementError, SettingError
 from evenly.meeting import Group, size_of
@@ -62,7 +63,10 @@ def compute(metrics: Any, *, positions: Tensor | None = None, group: Group = Non
         for place, holder in enumerate(holders):
             stack.callback(holder.restore)
             holder.borrow([other.reports[place] for other in everyone], order)
-        return map_leaves(lambda metric: metric.compute(), metrics)
+        values = map_leaves(lambda metric: metric.compute(), metrics)
+    if tracing.active is not None and not tracing.active.by_trainer:
+        tracing.active.metrics(values if isinstance(values, Mapping) else {"computed": values})
+    return values
 
 
 def update(metrics: Any, predictions: Any, target: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from evenly import tracing
 from evenly.errors import SettingError, StorageError
 from evenly.prediction.columns import ATOMS
 from evenly.prediction.rows import Rows
@@ -32,15 +33,21 @@ def read_predictions(path: str | os.PathLike[str]) -> Any:
     memory), lists are `Rows`, read entry by entry. Needs no world. Named tuples come back as
     named tuples of the same name, other mappings as dicts.
     """
-    folder = Path(path)
+    folder = tracing.found(path)
     manifest = _read(folder)
     if manifest.get("format") == "parquet":
         raise SettingError(
             f"the predictions in {folder} are a parquet file, which cannot be mapped. Read it with "
             f"pyarrow.parquet.read_table({str(folder / 'predictions.parquet')!r})."
         )
-    values = read_columns(folder, manifest)
-    return map_leaves(lambda place: values[place], _structure(manifest["structure"]), ATOMS)
+    try:
+        values = read_columns(folder, manifest)
+        return map_leaves(lambda place: values[place], _structure(manifest["structure"]), ATOMS)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OSError) as error:
+        raise StorageError(
+            f"{folder / NAME} does not fit the files beside it ({error!r}). It was changed, or not "
+            "written by Evenly; predict again."
+        ) from None
 
 
 def read_columns(folder: Path, manifest: Mapping[str, Any]) -> list[Any]:
@@ -78,13 +85,15 @@ def _read(folder: Path) -> dict[str, Any]:
             f"{folder} holds no finished predictions ({error}). Folders named '.partial-' are what "
             "a killed run leaves; predict again, and delete them."
         ) from None
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files", {}), dict):
+        raise StorageError(f"{folder / NAME} is no manifest of predictions.")
     if manifest.get("kind") != _KIND or manifest.get("version") != _VERSION:
         raise StorageError(
             f"{folder / NAME} is {manifest.get('kind')!r} of version {manifest.get('version')!r}; "
             f"this Evenly reads {_KIND!r} of version {_VERSION}. Use the Evenly that wrote it."
         )
-    for name, size in manifest["files"].items():
-        file = folder / name
+    for name, size in manifest.get("files", {}).items():
+        file = _inside(folder, name)
         found = file.stat().st_size if file.exists() else "no"
         if found != size:
             raise StorageError(
@@ -94,17 +103,25 @@ def _read(folder: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
+def _inside(folder: Path, name: Any) -> Path:
+    """A file that a manifest names. Names that lead out of the folder, and links, are refused."""
+    if not isinstance(name, str) or Path(name).name != name or (folder / name).is_symlink():
+        raise StorageError(f"{folder / NAME} names a file {name!r}, which is not one beside it.")
+    return folder / name
+
+
 def _column(folder: Path, column: Mapping[str, Any]) -> Any:
     if column["kind"] == "nothing":
         return None
     if column["kind"] == "rows":
-        return Rows(folder / column["file"], folder / column["offsets"], column["row"])
+        lines, offsets = _inside(folder, column["file"]), _inside(folder, column["offsets"])
+        return Rows(lines, offsets, column["row"])
     dtype, shape = getattr(torch, column["dtype"]), column["shape"]
     count = torch.Size(shape).numel()
     if count == 0:
         return torch.empty(shape, dtype=dtype)
     flat = torch.frombuffer(
-        _mapped(folder / column["file"]), dtype=dtype, count=count, offset=column["offset"]
+        _mapped(_inside(folder, column["file"])), dtype=dtype, count=count, offset=column["offset"]
     )
     return flat.reshape(shape)
 

@@ -68,8 +68,10 @@ def made_optimizer(given: Any, model: nn.Module, loss: nn.Module | None) -> Opti
     return made
 
 
-def accepted_metrics(metrics: Mapping[str, Any] | None, world: World) -> Any:
-    """Copies of the metrics, on the device; refuses what cannot be merged over ranks."""
+def accepted_metrics(
+    metrics: Mapping[str, Any] | None, world: World, *, pieces: int | None = None
+) -> Any:
+    """Copies of the metrics, on the device; refuses what cannot be merged over ranks or pieces."""
     metrics = {} if metrics is None else metrics
     if not isinstance(metrics, Mapping):
         raise SettingError(
@@ -81,7 +83,7 @@ def accepted_metrics(metrics: Mapping[str, Any] | None, world: World) -> Any:
     for name, metric in metrics.items():
         if isinstance(metric, type):
             raise SettingError(f"the metric {name!r} is a class; give {metric.__name__}(...).")
-    find_holders(metrics, several=world.size > 1)
+    find_holders(metrics, several=world.size > 1 or pieces is not None)
     return measured.copies(metrics, device=world.device)
 
 

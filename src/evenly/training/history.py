@@ -2,23 +2,9 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Mapping
 
-
-class Series:
-    """One number over the steps."""
-
-    def __init__(self) -> None:
-        self.steps = array("q")
-        self.values = array("d")
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def __repr__(self) -> str:
-        last = f", last {self.values[-1]:.6g} at step {self.steps[-1]}" if len(self) else ""
-        return f"Series({len(self)} values{last})"
+from evenly.record.series import Series
 
 
 class History(Mapping[str, Series]):
@@ -35,13 +21,16 @@ class History(Mapping[str, Series]):
         series = self._series.get(name)
         if series is None:
             series = self._series[name] = Series()
-        series.steps.append(step)
-        series.values.append(value)
+        series.add(step, value)
 
     def __getitem__(self, name: str) -> Series:
         if name not in self._series:
             raise KeyError(f"{name!r}; there is {', '.join(self._series) or 'nothing yet'}")
         return self._series[name]
+
+    def all(self) -> list[tuple[str, Series]]:
+        """Every series as of now, though another thread may add one."""
+        return list(self._series.items())
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._series)
@@ -51,3 +40,27 @@ class History(Mapping[str, Series]):
 
     def __repr__(self) -> str:
         return f"History({self._series!r})"
+
+
+class Newcomers:
+    """What has come into a history since it was last asked, also from another thread."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, int] = {}
+
+    def skip(self, history: History) -> None:
+        """Take what is there for known."""
+        self._seen = {name: len(series) for name, series in history.items()}
+
+    def take(self, history: History) -> dict[str, tuple[list[int], list[float]]]:
+        """Steps and values by name."""
+        found = {}
+        for name, series in history.all():
+            seen, count = self._seen.get(name, 0), len(series)
+            if count > seen:
+                found[name] = (
+                    series.steps[seen:count].tolist(),
+                    series.values[seen:count].tolist(),
+                )
+                self._seen[name] = count
+        return found

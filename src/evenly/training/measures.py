@@ -9,6 +9,7 @@ from torch import Tensor
 
 from evenly import metrics as measured
 from evenly.errors import SettingError
+from evenly.metrics.piecewise import PieceMetrics
 from evenly.objective import Output
 from evenly.part import Part
 from evenly.tree import leaves
@@ -38,10 +39,13 @@ class TrainMeasures:
         if self._positions is not None:
             positions = torch.cat([torch.empty(0, dtype=torch.int64), *self._positions])
         values = measured.compute(self._metrics, positions=positions)
+        self.reset()
+        return values
+
+    def reset(self) -> None:
         self._positions = []
         for metric in leaves(self._metrics):
             metric.reset()
-        return values
 
     def merged_state(self) -> Any:
         """What all ranks hold together, for a checkpoint; a meeting of all."""
@@ -53,6 +57,40 @@ class TrainMeasures:
             self._positions = None
             if mine:
                 measured.load_local_state(self._metrics, state)
+
+
+class PieceMeasures(TrainMeasures):
+    """The same with each piece's metrics apart, so that their sums are those of one process to the
+    bit; merged in the order of the pieces.
+    """
+
+    def __init__(self, metrics: Any, pieces: int, own: range) -> None:
+        self._pieces = PieceMetrics(metrics, pieces, own) if metrics else None
+
+    def update(self, part: Part, output: Output) -> None:
+        if self._pieces is None:
+            return
+        check_predictions(output)
+        assert part.piece is not None
+        self._pieces.update(part.piece, output.predictions, output.target, part.indices)
+
+    def compute(self) -> Any:
+        if self._pieces is None:
+            return {}
+        values = self._pieces.compute()
+        self._pieces.reset()
+        return values
+
+    def reset(self) -> None:
+        if self._pieces is not None:
+            self._pieces.reset()
+
+    def merged_state(self) -> Any:
+        return None if self._pieces is None else self._pieces.merged_state()
+
+    def load(self, state: Any, *, mine: bool) -> None:
+        if self._pieces is not None and state is not None:
+            self._pieces.load(state)
 
 
 def check_predictions(output: Output) -> None:

@@ -7,7 +7,9 @@ Meetings in the forward pass (`SyncBatchNorm`, for one) are not told from work.
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -47,6 +49,14 @@ class Stopwatch:
         loss.register_hook(self._mark)
         loss.backward()
         if self._ready and not self._gpu:
+            self._waited = time.perf_counter() - self._ready
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around an exchange that comes after all of the rank's own work."""
+        self._own_work_is_done()
+        yield
+        if not self._gpu:
             self._waited = time.perf_counter() - self._ready
 
     def stop(self, begin: float, data: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -36,13 +37,34 @@ class UpdateSettings:
     find_unused_parameters: bool = False
     collective_forward: bool | None = None
     check_loss: bool = True
+    pieces: int | None = None
+    threads: int = 1
 
     def __post_init__(self) -> None:
         limit, norm = self.microbatch, self.clip_norm
+        for name, given in (("pieces", self.pieces), ("threads", self.threads)):
+            if given is not None and (not isinstance(given, int) or given < 1):
+                raise SettingError(f"{name}={given!r}: give a whole number, 1 or more.")
+        if self.pieces is None and self.threads != 1:
+            raise SettingError(f"threads={self.threads} goes with pieces=, which fixes them.")
+        if self.pieces is not None and limit is not None:
+            raise SettingError(
+                f"microbatch={limit} and pieces={self.pieces}: a piece is already what a process "
+                "holds at once. Leave out microbatch=, and give more pieces if they are too large."
+            )
+        if self.pieces is not None and self.collective_forward:
+            raise SettingError(f"collective_forward=True and pieces={self.pieces}: {ALONE}")
         if limit is not None and (not isinstance(limit, int) or limit < 1):
             raise SettingError(f"microbatch={limit!r}: give 1 or more samples, or leave it out.")
         if norm is not None and not norm > 0:
             raise SettingError(f"clip_norm={norm!r}: give a number above 0, or leave it out.")
+
+
+ALONE = (
+    "with pieces= each piece of a step is computed alone, and ranks run different numbers of them, "
+    "so that ranks cannot meet in the forward pass or the loss (SyncBatchNorm, gathered "
+    "embeddings). Leave out pieces=, or what meets: BatchNorm works on pieces."
+)
 
 
 class Outcome(NamedTuple):
@@ -92,9 +114,12 @@ class Update:
         self._rescale: bool | None = None
         self._found = Findings()
         self._runs: Runs = []
+        self._averaged_over = world.size  # what comes out of the exchange is a mean over ranks
         self._replica: Replica | None = None
         self.share: Tensor | float = 1.0
         """Turns gradients of values inside the model, on this rank, into those of the mean."""
+        self.met = 0.0
+        """When this rank was done with the forward pass, before the others are waited for."""
         self._settle_parameters()
 
     def refresh(self) -> None:
@@ -111,23 +136,16 @@ class Update:
             timed.start()
         for parameter in self._parameters:
             parameter.grad = None
-        self._carriage.begin(part.epoch, part.step)
-        limit = self._settings.microbatch
-        parts = [part] if limit is None else part.cut(limit)
         self._runs = []
         try:
-            for number, run in enumerate(parts):
-                last = number == len(parts) - 1
-                self._accumulate(run, len(parts), last, wishes, timed if last else None)
+            values = self._exchanged(part, wishes, timed)
         except RuntimeError as error:
             explained = self._explained(error)
             if explained is error:
                 raise
             raise explained from None
-        self._check_all_used()
-        values = self._carriage.arrived()
-        message = Message(values, self._world.size)
-        self.share = self._mixed.unscale(self._optimizer) / self._world.size
+        message = Message(values, self._averaged_over)
+        self.share = self._mixed.unscale(self._optimizer) / self._averaged_over
         # Nobody waits for a GPU, unless what comes next depends on the news.
         known = not (isinstance(values, Tensor) and values.is_cuda) or self._verdict.early
         news = message.read() if known else None
@@ -141,7 +159,7 @@ class Update:
             norm = torch.nn.utils.clip_grad_norm_(self._held, self._settings.clip_norm)
             # An overflow of scaled gradients is the scaler's business, and nothing unusual.
             if news is None and not self._mixed.scaled:
-                message = Message(values, self._world.size, norm)
+                message = Message(values, self._averaged_over, norm)
             elif news is not None and not self._mixed.scaled:
                 good = self._verdict.good_gradient(float(norm), self._runs)
         if good:
@@ -167,6 +185,21 @@ class Update:
         """Whether ranks meet in the user's code, as far as is known."""
         return bool(self._meets)
 
+    def _exchanged(
+        self, part: Part, wishes: Wishes, timed: Stopwatch | None
+    ) -> Tensor | list[float]:
+        """Forward, backward and the exchange: parameters have the step's gradients after it, and
+        what ranks said comes back.
+        """
+        self._carriage.begin(part.epoch, part.step)
+        limit = self._settings.microbatch
+        parts = [part] if limit is None else part.cut(limit)
+        for number, run in enumerate(parts):
+            last = number == len(parts) - 1
+            self._accumulate(run, len(parts), last, wishes, timed if last else None)
+        self._check_all_used()
+        return self._carriage.arrived()
+
     def _accumulate(
         self, run: Part, runs: int, last: bool, wishes: Wishes, timed: Stopwatch | None
     ) -> None:
@@ -178,14 +211,20 @@ class Update:
             if self._replica.require_backward_grad_sync != last:  # setting it costs microseconds
                 self._replica.require_backward_grad_sync = last
             loss = self._replica(functools.partial(self._forward, run, runs, last, wishes))
-        if self._rescale is None:
-            found = agreed(self._found)
-            self._rescale = found.rescale
-            self._meets = found.meets if self._meets is None else self._meets
+        self._settle_findings()
+        if last:
+            self.met = time.perf_counter()
         if timed is None:
             loss.backward()
         else:
             timed.backward(loss)
+
+    def _settle_findings(self) -> None:
+        """Once, after the first forward pass: what all ranks found out about the loss."""
+        if self._rescale is None:
+            found = agreed(self._found)
+            self._rescale = found.rescale
+            self._meets = found.meets if self._meets is None else self._meets
 
     def _forward(self, run: Part, runs: int, last: bool, wishes: Wishes) -> Tensor:
         """This rank's share of the loss of a run, loaded with what the ranks are to know."""
@@ -216,7 +255,9 @@ class Update:
 
     def _weighed(self, run: Part) -> tuple[Output, Weighed]:
         # Nothing is split where one process takes whole steps: then the loss is the user's own.
-        split = self._world.size > 1 or self._settings.microbatch is not None
+        settings = self._settings
+        cut = settings.microbatch is not None or settings.pieces is not None
+        split = self._world.size > 1 or cut
         before = self._world.collectives if self._rescale is None else 0
         output = self._recipe.run(self._model, run.data, split=split)
         if output.loss is None:
@@ -225,7 +266,11 @@ class Update:
                 "Output(loss=...)."
             )
         weighed = self._recipe.weigh(
-            output, count=run.weight, whole=run.global_weight, size=self._world.size, split=split
+            output,
+            count=run.weight,
+            whole=run.global_weight,
+            size=self._averaged_over,
+            split=split,
         )
         if not weighed.loss.requires_grad:
             raise LossError(
@@ -253,7 +298,7 @@ class Update:
         factor: Tensor | float = 1.0
         if news is None:
             assert isinstance(values, Tensor)
-            weight = values[1] * self._world.size
+            weight = values[1] * self._averaged_over
             factor = torch.where(weight > 0, samples / weight, 0.0)
         elif news.weight and abs(samples / news.weight - 1) > self._rounding:
             factor = samples / news.weight

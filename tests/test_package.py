@@ -38,6 +38,7 @@ LAYERS = [
         "lines",
         "watchdog",
         "tracing",
+        "watch",
     },
     {"world"},
     {"turn", "meeting", "collectives", "parcel", "together", "stopping"},

@@ -13,6 +13,8 @@ from evenly.record.series import Series
 from evenly.watch.thinning import Thinned
 
 _AT_ONCE = 2**19
+_FIRST = 200
+"""Bytes by which one record is told from another: its first launch, with the time."""
 _BUDGET = 0.1
 """Seconds of reading in one look; a long record takes several."""
 
@@ -32,26 +34,27 @@ class Follower:
         self.share = 1.0
         """Of the record that was read."""
         self._tail = Tail(self.file)
-        self._identity = (0, 0)
+        self._first = b""
         self._starts = 0
         self._thin: dict[str, Thinned] = {}
 
     def look(self) -> bool:
         """Read on, for a tenth of a second or so; whether there was something."""
         try:
-            status = self.file.stat()
+            with self.file.open("rb") as file:
+                first, size = file.read(_FIRST), file.seek(0, 2)
         except OSError:
             known = self.run is not None or bool(self.problem)
             self._forget()
             return known
-        if (status.st_dev, status.st_ino) != self._identity or status.st_size < self._tail.offset:
+        if not first.startswith(self._first) or size < self._tail.offset:
             self._forget()
-            self._identity = (status.st_dev, status.st_ino)
+        self._first = first
         if self.problem:
             return False
         try:
             self._inside()
-            return self._read(status.st_size)
+            return self._read(size)
         except StorageError as error:
             self.problem = str(error)
             return True
@@ -66,7 +69,7 @@ class Follower:
         found = {name: self._some(name, one) for name, one in series.items()}
         # The page divides these two, so they are shown at the same steps.
         wait, step = (series.get(name) for name in ("data_wait_seconds", "step_seconds"))
-        if wait is not None and step is not None and wait.steps == step.steps:
+        if wait is not None and step is not None and len(wait) == len(step):
             found["step_seconds"] = _at(step, self._thin["data_wait_seconds"].places(wait))
         return replace(self.run, series=found)
 
@@ -96,7 +99,7 @@ class Follower:
     def _forget(self) -> None:
         self.run, self.problem, self.share = None, "", 1.0
         self._tail = Tail(self.file)
-        self._identity = (0, 0)
+        self._first = b""
         self._starts = 0
         self._thin = {}
 

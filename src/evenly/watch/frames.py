@@ -6,7 +6,7 @@ import copy
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from evenly.record.run import Run
@@ -15,7 +15,7 @@ from evenly.report.curves import curves, speeds
 from evenly.report.figures import Data, Figure, Spec
 from evenly.report.tables import Table, duration
 from evenly.watch.follow import Follower
-from evenly.watch.ranks import Tile, Tone
+from evenly.watch.ranks import Ranks, Tile, Tone
 from evenly.wording import ranks as ranks_in_words
 
 Json = dict[str, Any]
@@ -24,11 +24,15 @@ _TONES: dict[str, Tone] = {"running": "good", "failed": "bad", "killed": "bad"}
 _EVENTS = 50
 
 
-def frame(follower: Follower, tiles: Sequence[Tile], report: str) -> Json:
+def frame(follower: Follower, ranks: Ranks) -> Json:
     """Everything on the page. The cost depends on the points that are shown, not on the run."""
+    tiles = ranks.look(follower.run)
     run = follower.thinned()
-    head = _head(follower, run, tiles, report)
-    found: Json = {"head": head, "ranks": [asdict(tile) for tile in tiles], "figures": {}}
+    found: Json = {
+        "head": _head(follower, run, ranks, tiles),
+        "ranks": [asdict(tile) for tile in tiles],
+        "figures": {},
+    }
     if run is None or not run.launches:
         return found
     labels = [run.name]
@@ -36,9 +40,10 @@ def frame(follower: Follower, tiles: Sequence[Tile], report: str) -> Json:
     numbers = tables.metrics([run], labels)
     events = tables.events([run], labels)
     found["last"] = max(1, run.step) * 1.012
+    found["order"] = [figure.name for figure in figures]
     found["figures"] = {figure.name: _figure(figure) for figure in figures}
     found["numbers"] = None if numbers is None else _table(numbers)
-    found["events"] = _table(events, last=_EVENTS)
+    found["events"] = _table(_of_one(events), last=_EVENTS)
     return found
 
 
@@ -77,7 +82,7 @@ def encoded(found: Json, *, whole: bool) -> bytes:
     return f"event: {'whole' if whole else 'change'}\ndata: {text}\n\n".encode()
 
 
-def _head(follower: Follower, run: Run | None, tiles: Sequence[Tile], report: str) -> Json:
+def _head(follower: Follower, run: Run | None, ranks: Ranks, tiles: Sequence[Tile]) -> Json:
     name = run.name if run is not None else follower.folder.resolve().name
     if follower.problem:
         return _said(name, "problem", "bad", follower.problem)
@@ -87,16 +92,19 @@ def _head(follower: Follower, run: Run | None, tiles: Sequence[Tile], report: st
             "folder to begin."
         )
         return _said(name, "waiting", "calm", message)
-    state = run.state
-    message = report
+    state: str = run.state
+    if ranks.failed and state not in ("finished", "stopped"):
+        state = "failed"
+    message, tone = _sentence(ranks.report), _TONES.get(state, "calm")
     if not message and state == "failed" and run.ends:
         message = str(run.ends[-1].get("error") or "")
+    if not message:
+        message = _troubles(tiles)
     if not message and follower.share < 0.999:
         message = f"Reading the record: {follower.share:.0%}."
-    head = _said(
-        name, "starting" if state == "empty" else state, _TONES.get(state, "calm"), message
-    )
-    head["summary"] = _summary(head["state"], tiles)
+    head = _said(name, "starting" if state == "empty" else state, tone, message)
+    head["alarm"] = tone == "bad" or any(tile.tone == "bad" for tile in tiles)
+    head["summary"] = _summary(state, tiles)
     head["facts"] = _facts(run, state)
     return head
 
@@ -106,6 +114,7 @@ def _said(name: str, state: str, tone: Tone, message: str) -> Json:
         "name": name,
         "state": state,
         "tone": tone,
+        "alarm": tone == "bad",
         "message": message,
         "summary": f"{state}. {message}" if message else state,
         "facts": [],
@@ -114,20 +123,22 @@ def _said(name: str, state: str, tone: Tone, message: str) -> Json:
 
 def _summary(state: str, tiles: Sequence[Tile]) -> str:
     """For those who listen: it changes when something happens, and not with every step."""
-    said = f"The run is {state}." if state != "failed" else "The run has failed."
-    if state == "killed":
-        said = "The run was killed."
+    words = {"failed": "has failed", "killed": "was killed", "empty": "is starting"}
+    said = f"The run {words.get(state, f'is {state}')}."
+    return f"{said} {_troubles(tiles) or 'No rank is in trouble.'}"
+
+
+def _troubles(tiles: Sequence[Tile]) -> str:
+    """ "Rank 1: silent. Ranks 2, 3: dead." """
     groups: dict[str, list[int]] = {}
     for tile in tiles:
         if tile.tone == "bad":
             groups.setdefault(tile.state, []).append(tile.rank)
-    if not groups:
-        well = "No rank is in trouble." if tiles else ""
-        return f"{said} {well}".strip()
-    for word, members in groups.items():
-        named = ranks_in_words(members)
-        said += f" {named[0].upper()}{named[1:]}: {word}."
-    return said
+    return " ".join(_sentence(f"{ranks_in_words(some)}: {word}") for word, some in groups.items())
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}." if text else ""
 
 
 def _facts(run: Run, state: str) -> list[tuple[str, str]]:
@@ -207,6 +218,13 @@ def _same(one: list[Any], other: list[Any]) -> int:
         if mine != theirs:
             return place
     return min(len(one), len(other))
+
+
+def _of_one(table: Table) -> Table:
+    """Without the column of the runs: there is one."""
+    drop = table.header.index("run")
+    rows = [row[:drop] + row[drop + 1 :] for row in table.rows]
+    return replace(table, header=[name for name in table.header if name != "run"], rows=rows)
 
 
 def _table(table: Table, last: int | None = None) -> Json:

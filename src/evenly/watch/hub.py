@@ -54,8 +54,7 @@ class Hub:
         begin = time.perf_counter()
         try:
             self.follower.look()
-            tiles = self._ranks.look(self.follower.run)
-            found = frame(self.follower, tiles, self._ranks.report)
+            found = frame(self.follower, self._ranks)
         except Exception as error:  # whatever a record holds, the page says so and goes on
             found = unreadable(self.follower, error)
         event = encoded(change(self._frame, found), whole=False) if self._frame else b""

@@ -28,8 +28,8 @@
     });
   }
 
-  function head({name, state, tone, message, summary, facts}) {
-    document.title = `${tone === "bad" ? "⚠ " : ""}${name}: ${state} · Evenly`;
+  function head({name, state, tone, alarm, message, summary, facts}) {
+    document.title = `${alarm ? "⚠ " : ""}${name}: ${state} · Evenly`;
     document.body.dataset.tone = tone;
     text(byId("name"), name);
     text(byId("state"), state);
@@ -37,7 +37,7 @@
     text(byId("summary"), summary);
     text(byId("message"), message);
     byId("message").hidden = !message;
-    byId("message").dataset.tone = tone;
+    byId("message").dataset.tone = alarm ? "bad" : tone;
     pairs(byId("facts"), facts);
   }
 
@@ -127,9 +127,13 @@
     return made;
   }
 
-  function rows({columns, groups}) {
-    return Object.values(groups).flat().map((row) => Object.fromEntries(
-      columns.map((name, place) => [name, row[place]]).filter(([, value]) => value !== null)));
+  // Rows as Vega takes them. It knows them again by identity, so those that stay are kept.
+  const named = (columns) => (row) => Object.fromEntries(
+    columns.map((name, place) => [name, row[place]]).filter(([, value]) => value !== null));
+
+  function dataset({columns, groups}) {
+    const found = Object.entries(groups).map(([key, rows]) => [key, rows.map(named(columns))]);
+    return {columns, groups: new Map(found), fresh: true, gone: [], come: []};
   }
 
   async function begin(name, found) {
@@ -139,13 +143,13 @@
       before.view?.finalize();
       before.made.replaceWith(made);
     } else byId("figures").append(made);
-    const chart = {made, data: found.data, words: found.words, view: null, quiet: false, stale: new Set()};
+    const data = new Map(Object.entries(found.data).map(([key, one]) => [key, dataset(one)]));
+    const chart = {made, data, words: found.words, view: null, quiet: false};
     charts.set(name, chart);
     byId("curves").hidden = false;
     say(chart);
     const box = made.querySelector(".chart");
-    const datasets = Object.fromEntries(
-      Object.entries(chart.data).map(([dataset, data]) => [dataset, rows(data)]));
+    const datasets = Object.fromEntries([...data.keys()].map((key) => [key, []]));
     const spec = {...found.about.spec, datasets, params: [{name: "last", value: last}]};
     const embedded = await vegaEmbed(box.appendChild(document.createElement("div")), spec, {
       mode: "vega-lite", renderer: "svg", actions: false, logLevel: 1, loader: offline, ast: false,
@@ -155,6 +159,7 @@
       return;
     }
     chart.view = embedded.view;
+    chart.known = new Set(embedded.vgSpec.data.map((one) => one.name)); // what no layer draws is left out
     if (chosen) show(chart);
     chart.view.addSignalListener("zoom_step", (_, domain) => {
       if (chart.quiet) return;
@@ -162,7 +167,7 @@
       for (const other of charts.values()) if (other !== chart) show(other);
     });
     box.dataset.drawn = "yes";
-    draw(chart);
+    await draw(chart);
   }
 
   function say(chart) {
@@ -180,22 +185,45 @@
       chart.words = found.words;
       say(chart);
     }
-    for (const [dataset, news] of Object.entries(found.data)) {
-      if (news.tails) {
-        const {groups} = chart.data[dataset];
-        for (const [key, [kept, more]] of Object.entries(news.tails))
-          groups[key] = [...(groups[key] ?? []).slice(0, kept), ...more];
-      } else chart.data[dataset] = news;
-      chart.stale.add(dataset);
+    for (const [name, news] of Object.entries(found.data)) {
+      if (!news.tails) {
+        chart.data.set(name, dataset(news));
+        continue;
+      }
+      const own = chart.data.get(name);
+      for (const [key, [kept, more]] of Object.entries(news.tails)) {
+        const rows = own.groups.get(key) ?? [];
+        const come = more.map(named(own.columns));
+        own.gone.push(...rows.slice(kept));
+        own.come.push(...come);
+        own.groups.set(key, [...rows.slice(0, kept), ...come]);
+      }
     }
   }
 
+  // A set of changes. The bundle has no vega.changeset, but each insertion makes one and hands it on.
+  function changes(view, name) {
+    const made = Object.create(view, {pulse: {value: (_, set) => set}}).insert(name, []);
+    return typeof made?.remove === "function" ? made : null;
+  }
+
+  function tell(view, name, own) {
+    if (!own.fresh && !own.gone.length && !own.come.length) return;
+    const set = own.fresh ? null : changes(view, name);
+    if (set) {
+      const gone = new Set(own.gone); // some may have come and gone since the last drawing
+      const came = new Set(own.come);
+      set.remove(own.gone.filter((row) => !came.has(row))).insert(own.come.filter((row) => !gone.has(row)));
+      view.change(name, set);
+    } else view.data(name, [...own.groups.values()].flat());
+    Object.assign(own, {fresh: false, gone: [], come: []});
+  }
+
   function draw(chart) {
-    if (!chart.view || document.hidden) return;
-    for (const dataset of chart.stale) chart.view.data(dataset, rows(chart.data[dataset]));
-    chart.stale.clear();
+    if (!chart.view || document.hidden) return null;
+    for (const [name, own] of chart.data) if (chart.known.has(name)) tell(chart.view, name, own);
     chart.quiet = true;
-    chart.view.signal("last", last).runAsync().finally(() => { chart.quiet = false; });
+    return chart.view.signal("last", last).runAsync().finally(() => { chart.quiet = false; });
   }
 
   function show(chart) {
@@ -214,7 +242,8 @@
 
   // --- what the server tells ----------------------------------------------------------------------
 
-  function take(found, whole) {
+  async function take(found, whole) {
+    const began = performance.now();
     if (found.last) last = found.last;
     if (found.head) head(found.head);
     if (found.ranks) ranks(found.ranks);
@@ -227,15 +256,50 @@
       charts.delete(name);
     }
     if (!charts.size && !Object.keys(found.figures).length) byId("curves").hidden = true;
+    const drawn = [];
     for (const [name, news] of Object.entries(found.figures)) {
       const known = charts.get(name);
       if (news.about && !(known && JSON.stringify(known.about) === JSON.stringify(news.about))) {
-        begin(name, news).catch((error) => console.error(error));
+        drawn.push(begin(name, news));
         charts.get(name).about = news.about;
       } else learn(name, news);
     }
-    for (const chart of charts.values()) draw(chart);
+    for (const chart of charts.values()) drawn.push(draw(chart));
+    if (found.order) arrange(found.order);
+    await Promise.all(drawn);
+    point();
     document.body.dataset.updates = String(Number(document.body.dataset.updates ?? 0) + 1);
+    document.body.dataset.took = String(performance.now() - began);
+  }
+
+  // What is under a pointer that rests is another element after an update: it is pointed at again.
+  let pointer = null;
+
+  function follow() {
+    const place = byId("figures");
+    place.addEventListener("pointermove", (event) => {
+      if (event.isTrusted) pointer = event.buttons ? null : {clientX: event.clientX, clientY: event.clientY};
+    });
+    place.addEventListener("mouseover", (event) => { // comes by itself when elements change
+      const rests = pointer && Math.hypot(event.clientX - pointer.clientX, event.clientY - pointer.clientY) < 1.5;
+      if (event.isTrusted && rests) point();
+    });
+    place.addEventListener("pointerleave", (event) => { if (event.isTrusted) pointer = null; });
+    addEventListener("scroll", () => { pointer = null; }, {passive: true});
+  }
+
+  function point() {
+    const under = pointer && document.elementFromPoint(pointer.clientX, pointer.clientY);
+    if (!under?.closest(".chart svg")) return;
+    under.dispatchEvent(new PointerEvent("pointermove", {...pointer, bubbles: true, view: window}));
+  }
+
+  function arrange(order) {
+    const place = byId("figures");
+    order.forEach((name, number) => {
+      const {made} = charts.get(name);
+      if (place.children[number] !== made) place.insertBefore(made, place.children[number]);
+    });
   }
 
   function lost(yes) {
@@ -259,6 +323,7 @@
   }
 
   theme();
+  follow();
   document.addEventListener("visibilitychange", () => { for (const chart of charts.values()) draw(chart); });
   const source = new EventSource("events");
   source.addEventListener("whole", (event) => { lost(false); take(JSON.parse(event.data), true); });

@@ -60,6 +60,8 @@ class Ranks:
         """When a process was first seen gone."""
         self.report = ""
         """Why the run failed, or what the watchdog says, as long as it holds."""
+        self.failed = False
+        """Whether the launcher has said that the run failed."""
 
     def look(self, run: Run | None) -> list[Tile]:
         """A tile for each rank; without a table one for the process that records."""
@@ -67,9 +69,10 @@ class Ranks:
         now = time.monotonic()
         state = run.state if run is not None and run.path.exists() else "empty"
         if not self._table or self._before(run):
-            self.report = ""
+            self.report, self.failed = "", False
             return [_alone(run, state)] if run is not None and run.launches else []
         failure = self._table.get("failure")
+        self.failed = isinstance(failure, dict)
         told = failure["text"] if isinstance(failure, dict) else self._table.get("report", "")
         self.report = str(told).partition("\nStack of rank")[0]
         rows = [row for row in self._table["ranks"] if isinstance(row, dict)]
@@ -132,7 +135,8 @@ class Ranks:
 
         if isinstance(failure, dict):
             if failure.get("rank") == rank:
-                return tile(str(failure.get("state", "failed")), "bad", str(failure["text"]))
+                text = str(failure["text"]).partition(";")[0].removeprefix(f"rank {rank} ")
+                return tile(str(failure.get("state", "failed")), "bad", _sentence(text))
             return tile("ended", "calm", "It ended because another rank failed.")
         died = told != "left" and self._died(row, age, now)
         if over in ("finished", "stopped") or told == "left":
@@ -217,6 +221,10 @@ def _idle(row: Row, written: float) -> float:
 def _names(ranks: list[int]) -> str:
     some = ", ".join(map(str, ranks[:4])) + (", ..." if len(ranks) > 4 else "")
     return f"rank{'s' * (len(ranks) > 1)} {some}"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}."
 
 
 def _ended(state: str) -> str:

@@ -98,8 +98,8 @@ def measure_page(steps: int, names: int) -> None:
         server.terminate()
         server.communicate()
     print(
-        f"in Chromium, {steps:,} steps of {names} numbers: all there after {loaded:.1f} s; an update "
-        f"{statistics.median(took):.0f} ms (at most {max(took):.0f})"
+        f"in Chromium, {steps:,} steps of {names} numbers: all there after {loaded:.1f} s; an "
+        f"update {statistics.median(took):.0f} ms (at most {max(took):.0f})"
     )
 
 

@@ -46,6 +46,8 @@ class Watched:
 
     def steps(self, figure: str) -> list[float]:
         """What stands at the axis of the steps."""
+        self.page.locator(f"#{figure}").scroll_into_view_if_needed()
+        self.page.wait_for_timeout(300)  # charts out of sight are left alone
         found: list[str] = self.page.evaluate(
             """(name) => [...document.querySelectorAll(`#${name} svg .role-axis`)]
                  .filter((axis) => axis.textContent.includes("step"))
@@ -268,7 +270,8 @@ def test_a_stopped_rank_and_a_killed_rank_of_a_real_run_turn_red(
     page.wait_for_selector("#rank-1[data-tone=good]", timeout=30_000)
     for word in ("step", "phase", "step time", "data wait", "memory", "heartbeat"):
         assert word in page.inner_text("#rank-1 dl")
-    length = "document.querySelector('#curve-0 svg .mark-line path').getAttribute('d').length"
+    line = "document.querySelector('#curve-0 svg .mark-line path')"
+    length = f"({line}?.getAttribute('d')?.length ?? 0)"
     before = page.evaluate(length)
     page.wait_for_function(f"{length} > {before}", timeout=10_000)
     pid = read_ranks(run)["ranks"][1]["pid"]

@@ -59,6 +59,11 @@ class Follower:
             self.problem = str(error)
             return True
 
+    @property
+    def behind(self) -> bool:
+        """Whether there is much to read still."""
+        return self.share < 0.999 and not self.problem
+
     def thinned(self) -> Run | None:
         """The run with some of the points of each of its series."""
         if self.run is None:

@@ -100,7 +100,7 @@ def _head(follower: Follower, run: Run | None, ranks: Ranks, tiles: Sequence[Til
         message = str(run.ends[-1].get("error") or "")
     if not message:
         message = _troubles(tiles)
-    if not message and follower.share < 0.999:
+    if not message and follower.behind:
         message = f"Reading the record: {follower.share:.0%}."
     head = _said(name, "starting" if state == "empty" else state, tone, message)
     head["alarm"] = tone == "bad" or any(tile.tone == "bad" for tile in tiles)

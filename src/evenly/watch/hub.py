@@ -14,8 +14,6 @@ from evenly.watch.ranks import Ranks
 
 _PAUSE = 1.0
 """Seconds between updates, and at least ten times what one takes."""
-_BEHIND = 0.05
-"""The same while a record is read for the first time."""
 _KEEP = 10.0
 """Seconds after which a viewer hears something, so that dead connections are noticed."""
 
@@ -41,9 +39,12 @@ class Hub:
         """Until it is cancelled, or closed."""
         while not self._closing:
             self._publish(*await asyncio.to_thread(self._look))
-            behind = self.follower.share < 0.999 and not self.follower.problem
-            pause = _BEHIND if behind else max(_PAUSE, 10 * self.seconds)
-            await asyncio.sleep(pause)
+            until = time.monotonic() + max(_PAUSE, 10 * self.seconds)
+            while self.follower.behind and time.monotonic() < until and not self._closing:
+                await asyncio.to_thread(self.follower.look)
+                if not self.follower.behind:
+                    until = 0.0  # all of it is to be seen at once
+            await asyncio.sleep(max(0.0, until - time.monotonic()))
 
     def update(self) -> bytes:
         """Look, and put together what is new."""

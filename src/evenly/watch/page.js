@@ -141,6 +141,7 @@
     const made = figure(name, found.about);
     if (before) {
       before.view?.finalize();
+      seen.unobserve(before.made);
       before.made.replaceWith(made);
     } else byId("figures").append(made);
     const data = new Map(Object.entries(found.data).map(([key, one]) => [key, dataset(one)]));
@@ -148,6 +149,7 @@
     charts.set(name, chart);
     byId("curves").hidden = false;
     say(chart);
+    made.dataset.seen = before?.made.dataset.seen ?? "yes";
     const box = made.querySelector(".chart");
     const datasets = Object.fromEntries([...data.keys()].map((key) => [key, []]));
     const spec = {...found.about.spec, datasets, params: [{name: "last", value: last}]};
@@ -168,6 +170,7 @@
     });
     box.dataset.drawn = "yes";
     await draw(chart);
+    seen.observe(made);
   }
 
   function say(chart) {
@@ -220,11 +223,36 @@
   }
 
   function draw(chart) {
-    if (!chart.view || document.hidden) return null;
+    if (!chart.view || document.hidden || chart.made.dataset.seen !== "yes") return null;
     for (const [name, own] of chart.data) if (chart.known.has(name)) tell(chart.view, name, own);
     chart.quiet = true;
     return chart.view.signal("last", last).runAsync().finally(() => { chart.quiet = false; });
   }
+
+  // What comes while the charts are drawn is drawn with the next turn, all of it at once.
+  let painting = null;
+  let again = false;
+
+  function paint() {
+    again = true;
+    painting ??= (async () => {
+      try {
+        while (again) {
+          again = false;
+          await Promise.all([...charts.values()].map(draw));
+        }
+      } finally {
+        painting = null;
+      }
+      point();
+    })();
+    return painting;
+  }
+
+  const seen = new IntersectionObserver((changed) => {
+    for (const {target, isIntersecting} of changed) target.dataset.seen = isIntersecting ? "yes" : "no";
+    paint();
+  }, {rootMargin: "200px"});
 
   function show(chart) {
     if (!chart.view) return;
@@ -264,10 +292,9 @@
         charts.get(name).about = news.about;
       } else learn(name, news);
     }
-    for (const chart of charts.values()) drawn.push(draw(chart));
     if (found.order) arrange(found.order);
     await Promise.all(drawn);
-    point();
+    await paint();
     document.body.dataset.updates = String(Number(document.body.dataset.updates ?? 0) + 1);
     document.body.dataset.took = String(performance.now() - began);
   }
@@ -324,7 +351,7 @@
 
   theme();
   follow();
-  document.addEventListener("visibilitychange", () => { for (const chart of charts.values()) draw(chart); });
+  document.addEventListener("visibilitychange", paint);
   const source = new EventSource("events");
   source.addEventListener("whole", (event) => { lost(false); take(JSON.parse(event.data), true); });
   source.addEventListener("change", (event) => { take(JSON.parse(event.data), false); });

@@ -199,16 +199,16 @@ def _facts(row: Row, age: float) -> list[tuple[str, str]]:
         return []
     phase = str(row.get("phase", ""))
     doing = f" ({row['doing']})" if row.get("doing") and row["doing"] != phase else ""
-    memory = [_bytes(row.get("memory"))]
+    memory = [("memory", _bytes(row.get("memory")))]
     if row.get("gpu_memory") is not None:
-        memory.append(f"GPU {_bytes(row['gpu_memory'])}")
+        memory.append(("GPU memory", _bytes(row["gpu_memory"])))
     return [
         ("step", f"{row['step']:,}"),
         ("phase", phase + doing),
         ("step time", _milliseconds(row.get("step_seconds"))),
         ("its own", _milliseconds(row.get("own_seconds"))),
         ("data wait", _milliseconds(row.get("data_seconds"))),
-        ("memory", ", ".join(memory)),
+        *memory,
         ("heartbeat", f"{duration(age)} ago" if age >= 1.5 else "now"),
         ("process", f"{row.get('pid')} on {row.get('host')}"),
     ]

@@ -385,7 +385,7 @@ def test_only_the_page_is_served_and_only_to_its_own_name(tmp_path: Path) -> Non
     good = ["localhost:8765", "127.0.0.1", "[::1]:8765", "LOCALHOST"]
     assert codes("127.0.0.1", *(("GET", "/", name) for name in good)) == [200] * 4
     bad = ["evil.example:8765", "", "127.0.0.1.evil.example", "10.0.0.5:8765", "localhost.evil"]
-    assert codes("127.0.0.1", *(("GET", "/events", name) for name in bad)) == [421] * 5
+    assert codes("127.0.0.1", *(("GET", "/", name) for name in bad)) == [421] * 5
     wide = ["10.0.0.5:8765", HOST, "evil.example"]
     assert codes("0.0.0.0", *(("GET", "/", name) for name in wide)) == [200, 200, 421]
     (page,) = asyncio.run(answers("127.0.0.1", [("GET", "/", here)]))

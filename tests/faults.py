@@ -78,6 +78,7 @@ def marathon(
     pause: float = 0.0,
     idle: str = "",
     timeout: float = 30,
+    pieces: int | None = None,
 ) -> None:
     """The digits, in float64, with evaluation; rank 0 writes the weights when it is done.
 
@@ -93,6 +94,7 @@ def marathon(
         save_every=save_every,
         keep=2,
         timeout=timeout,
+        pieces=pieces,
     )
     if idle == "after":
         _idle(folder)

@@ -56,7 +56,7 @@ LAYERS = [
     },
     {"metrics", "prediction", "training", "checkpoint"},
     {"evaluation"},
-    {"callbacks", "guarding", "fitting", "resuming", "trainer"},
+    {"callbacks", "guarding", "fitting", "resuming", "stages", "trainer"},
     {"worker", "launcher", "member", "crew"},
     {"parity"},
     {"testing", "demo"},

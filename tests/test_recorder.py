@@ -85,6 +85,7 @@ def test_a_run_that_ended_twice_and_was_resized_has_the_record_of_one_that_did_n
     assert run.checkpoints[-1]["step"] == 24
     assert run.settings["optimizer"]["name"] == "SGD"
     assert run.settings["loss"] == "cross_entropy"
+    assert run.settings["pieces"] is None
     assert run.launches[0]["torch"] == torch.__version__
     assert len(run.ends) == 3
     assert run.ends[0]["state"] == "stopped"

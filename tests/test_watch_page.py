@@ -72,7 +72,7 @@ def watch(browser: Any) -> Iterator[Callable[[Path], Watched]]:
     def opened(folder: Path) -> Watched:
         command = [sys.executable, "-m", "evenly", "watch", str(folder), "--no-open", "--port", "0"]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        ends.append(lambda: (server.terminate(), server.communicate()))
+        ends.extend([server.communicate, server.terminate])  # in the order from the last
         assert server.stdout is not None
         address = server.stdout.readline().split(" at ")[1].split()[0]
         context = browser.new_context(viewport={"width": 1280, "height": 900})

@@ -209,6 +209,11 @@ def test_the_black_box_says_where_a_process_is_and_a_forked_one_leaves_it_alone(
     one = Activity()
     one.record(str(tmp_path / "box"))
     one.at(1, 2, 3)
+    with one.within("evaluation"):
+        one.enter("data", "evaluation")
+        inside = blackbox.look(tmp_path / "box")
+    assert inside is not None
+    assert (inside.phase, inside.around) == tuple(map(list(PHASES).index, ("data", "evaluation")))
     one.enter("saving")
     child = os.fork()
     if child == 0:
@@ -216,7 +221,7 @@ def test_the_black_box_says_where_a_process_is_and_a_forked_one_leaves_it_alone(
         os._exit(0)
     os.waitpid(child, 0)
     found = blackbox.look(tmp_path / "box")
-    assert found == (list(PHASES).index("saving"), 1, 2, 3, 0)
+    assert found == (list(PHASES).index("saving"), 1, 2, 3, 0, 0)
     assert blackbox.look(tmp_path / "none") is None
 
 

@@ -94,7 +94,7 @@ class Fit:
         self._update.refresh()  # that may have frozen or thawed parameters
         # The ranks' positions are equal by the way they came about, and steps carry a tag.
         parts = self._train.epoch(
-            trainer.epoch, start=trainer.position, compare=False, pieces=trainer.pieces
+            trainer.epoch, start=trainer.position, compare=False, pieces=trainer.way.pieces
         )
         activity.enter("step")
         while not self._done():

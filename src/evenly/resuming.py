@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from evenly.errors import EvenlyError, EvenlyWarning, SettingError, StorageError
 from evenly.permutation import VERSION as PERMUTATION
 from evenly.plan import Plan
 from evenly.surroundings import what_changed
+from evenly.together import together
 from evenly.training.history import History
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ def state_of(trainer: Trainer, plan: Plan) -> dict[str, Any]:
             "plan": _plan(plan),
             "seed": trainer.seed,
             "processes": trainer.world.size,
-            "pieces": trainer.piece_settings,
+            "pieces": trainer.way.settings,
             "surroundings": trainer.surroundings(),
         },
         "model": _tensors(trainer.model),
@@ -73,6 +75,35 @@ def state_of(trainer: Trainer, plan: Plan) -> dict[str, Any]:
             for name, series in trainer.history.items()
         },
     }
+
+
+def go_on_if_asked(trainer: Trainer, resume: str | None, plan: Plan) -> None:
+    """``resume="auto"``: from the newest checkpoint that is whole, if there is one; a meeting of
+    all ranks. Without it a folder that holds another run's is refused.
+    """
+    if resume not in (None, "auto"):
+        raise SettingError(f"resume={resume!r}; give 'auto', or leave it out.")
+    if trainer.checkpoints is None:
+        if resume is not None:
+            raise SettingError("resume='auto' needs a place to look: give the Trainer a folder=.")
+        return
+    if trainer.step:  # this run is further than what it has saved
+        return
+    saved = trainer.checkpoints.newest()
+    if saved is None:
+        return
+    if resume is None:
+        raise SettingError(
+            f"{trainer.checkpoints.folder} holds checkpoints of an earlier run. Go on with it by "
+            "fit(..., resume='auto'), or give the Trainer another folder."
+        )
+    together(lambda: go_on(trainer, plan, saved))
+    trainer.epoch_length = plan.steps
+    if trainer.world.rank == 0:
+        sys.stderr.write(
+            f"evenly: going on after step {trainer.step}, from {saved.path}; what was done since "
+            "then is done again.\n"
+        )
 
 
 def go_on(trainer: Trainer, plan: Plan, saved: Checkpoint) -> None:
@@ -94,7 +125,7 @@ def _go_on(trainer: Trainer, plan: Plan, saved: Checkpoint) -> None:
     assert trainer.optimizer is not None
     run = saved.part("run")
     _check_plan(run["plan"], _plan(plan), saved)
-    _check_pieces(run.get("pieces"), trainer.piece_settings, saved)
+    _check_pieces(run.get("pieces"), trainer.way.settings, saved)
     _check_surroundings(trainer, run["surroundings"], saved)
     load_into(_tensors(trainer.model), saved.state["model"], saved.tensor)
     if trainer.loss_module is not None:
@@ -152,7 +183,7 @@ def _check_pieces(
 
 def _check_surroundings(trainer: Trainer, before: Mapping[str, Any], saved: Checkpoint) -> None:
     here = trainer.surroundings()
-    changed = what_changed(before, here, bits=trainer.pieces is not None)
+    changed = what_changed(before, here, bits=trainer.way.pieces is not None)
     if changed and trainer.world.rank == 0:
         warnings.warn(
             f"the run in {saved.path.parent} was saved with {changed}. It goes on, and its numbers "

@@ -11,14 +11,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from datetime import timedelta
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from evenly.collectives import barrier
 from evenly.store import connect
 from evenly.variables import read_place
 from evenly.world import World
@@ -86,11 +88,15 @@ class StopRequests:
                     # The launcher asks before it counts, so one that found us here is seen here.
                     self._look()
 
-    def saved(self) -> None:
-        """Let the launcher know that the run has stopped as asked."""
-        if self._world.launcher == "evenly":
-            limit = timedelta(seconds=self._world.timeout)
-            connect(read_place(os.environ), limit).set(STOPPED_KEY, self.asked or "asked")
+    def leave(self, step: int) -> NoReturn:
+        """The run has stopped as asked, and has saved: say so, and exit; a meeting of all ranks."""
+        if self._world.rank == 0:
+            if self._world.launcher == "evenly":
+                limit = timedelta(seconds=self._world.timeout)
+                connect(read_place(os.environ), limit).set(STOPPED_KEY, self.asked or "asked")
+            sys.stderr.write(f"evenly: stopped as asked at step {step}, and saved.\n")
+        barrier()  # nobody ends before the launcher can know why
+        raise SystemExit(EXIT_CODE)
 
     def _listen(self) -> None:
         assert self._ears is not None

@@ -39,6 +39,15 @@ def together(work: Callable[[], T]) -> list[T]:
     return [value for value, _ in outcomes]
 
 
+def from_first(work: Callable[[], T]) -> T:
+    """Run ``work`` on rank 0 and meet: all get its value, or all raise.
+
+    The others wait in a collective, in which a rank that dies without a word is noticed at once;
+    in the store, where `on_rank` waits, it is not.
+    """
+    return together(lambda: work() if current_world().rank == 0 else None)[0]  # type: ignore[return-value]
+
+
 def _outcome(error: Exception, rank: int) -> bytes:
     try:
         return cloudpickle.dumps((None, copy_of(error, rank)))  # type: ignore[no-any-return]

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from evenly import metrics as measured
 from evenly import tracing
 from evenly.callbacks.base import Hooks
+from evenly.callbacks.portrait import options_of
 from evenly.callbacks.progress import Progress
 from evenly.callbacks.recorder import Recorder
 from evenly.checkpoint import CheckpointFolder, Retention
 from evenly.checkpoint.retention import retention
 from evenly.checkpoint.saving import OnSaveError, Saver
-from evenly.collectives import agree_on, any_rank, barrier
+from evenly.collectives import agree_on, any_rank
 from evenly.errors import EvenlyWarning, SettingError
-from evenly.evaluation import evaluate, runs, secluded
 from evenly.fetching import Collate
 from evenly.fitting import Fit
 from evenly.guarding import finishing, guarded
@@ -34,17 +30,15 @@ from evenly.loader import Loader
 from evenly.matching import OnDifference, match_buffers, place, repair
 from evenly.objective import Output, Total
 from evenly.part import Part
-from evenly.pieces.holding import held, tell_of_differences
-from evenly.plan import Plan, Tail, pieces_of
-from evenly.prediction import predict, read_predictions
+from evenly.pieces.holding import tell_of_differences
+from evenly.plan import Plan, Tail
 from evenly.prediction.layout import Format
 from evenly.prediction.memory import Keep
-from evenly.resuming import about, go_on, state_of
-from evenly.seeding import PieceStreams, StepStreams, seed_streams, streams_kept
-from evenly.stopping import EXIT_CODE, StopRequests
+from evenly.resuming import about, go_on_if_asked, state_of
+from evenly.seeding import streams_kept
+from evenly.stages import Stages
+from evenly.stopping import StopRequests
 from evenly.surroundings import surroundings
-from evenly.together import together
-from evenly.training.averages import Averages, PieceAverages
 from evenly.training.every import Every, every
 from evenly.training.given import (
     accepted_metrics,
@@ -55,15 +49,14 @@ from evenly.training.given import (
     total_steps,
 )
 from evenly.training.history import History
-from evenly.training.measures import PieceMeasures, TrainMeasures
-from evenly.training.modes import evaluating
 from evenly.training.notices import notices
-from evenly.training.piecewise import PieceUpdate, check_alone
+from evenly.training.piecewise import check_alone
 from evenly.training.precision import Mixed, Precision
 from evenly.training.recipe import Forward, Loss, Recipe, Step
 from evenly.training.schedule import Factory, Schedule
 from evenly.training.update import Update, UpdateSettings
 from evenly.training.verdict import Nonfinite, Verdict
+from evenly.training.way import chosen
 from evenly.watchdog.activity import activity
 from evenly.watchdog.limits import checked
 from evenly.world import World, join_world
@@ -193,6 +186,7 @@ class Trainer:
             EVENLY_HANG_REPORT, else 60); hang_timeout: after which the run is ended if others wait
             for it (not given: EVENLY_HANG_TIMEOUT, else the timeout). 0 is never.
         """
+        self.options = options_of(locals())
         activity.given = (
             checked("hang_report", hang_report),
             checked("hang_timeout", hang_timeout),
@@ -214,14 +208,14 @@ class Trainer:
             pieces=pieces,
             threads=threads,
         )
-        self.pieces = pieces
+        self.way = chosen(self.world, seed, pieces, threads)
         self.mixed = Mixed(precision, self.world.device)
         self._verdict = Verdict(self.world, nonfinite)
-        self._recipe = Recipe(
+        self.recipe = Recipe(
             forward=forward, target=target, loss=loss, step=step, device=self.world.device
         )
-        self._metrics = accepted_metrics(metrics, self.world, pieces=pieces)
-        self.train_measures = self._measures(
+        self._stages = Stages(self, accepted_metrics(metrics, self.world, pieces=pieces))
+        self.train_measures = self.way.measures(
             accepted_metrics(train_metrics, self.world, pieces=pieces)
         )
         if not isinstance(callbacks, Sequence):
@@ -240,7 +234,7 @@ class Trainer:
         if self.world.size > 1:
             for module in self._trained():
                 repair(module, on_difference)
-        self.optimizer = made_optimizer(optimizer, self.model, self._recipe.module)
+        self.optimizer = made_optimizer(optimizer, self.model, self.recipe.module)
         self._scheduling: dict[str, Any] = {"every": scheduler_every, "monitor": scheduler_monitor}
         self._scheduler = scheduler
         self._schedule: Schedule | None = None
@@ -251,10 +245,9 @@ class Trainer:
         self.step_began = self.met = 0.0
         self.total_steps = 0
         self.history = History()
-        self.averages = self._averages()
+        self.averages = self.way.averages()
         self.epoch_loss = (0.0, 0.0)
         self.stages: list[str] = []
-        self._stage_measures: dict[str, TrainMeasures] = {}
         self._update: Update | None = None
         self._told = self._closed = False
         self.owes_evaluation = False  # of this step, which was interrupted
@@ -271,22 +264,6 @@ class Trainer:
             if self.recorder is not None:
                 self.saver.on_sealed = self.recorder.saved
         activity.folder = "" if folder is None else str(Path(folder).absolute())
-        self.options = {
-            "batch_size": batch_size,
-            "microbatch": microbatch,
-            "seed": seed,
-            "shuffle": shuffle,
-            "tail": tail,
-            "workers": workers,
-            "precision": precision,
-            "clip_norm": clip_norm,
-            "nonfinite": nonfinite,
-            "save_every": save_every,
-            "loss": step if loss is None else loss,
-            "scheduler": scheduler,
-            "metrics": list(metrics or ()),
-            "train_metrics": list(train_metrics or ()),
-        }
 
     def fit(
         self,
@@ -375,17 +352,17 @@ class Trainer:
                 stages=stages,
                 **self._scheduling,
             )
-        if self.pieces is not None:
+        if self.way.pieces is not None:
             tell_of_differences(self.surroundings())
-        self._resume(resume, loader.plan)
+        go_on_if_asked(self, resume, loader.plan)
         trace = tracing.current()
         if trace is not None:
-            trace.watch(self.model, self._recipe.module)
+            trace.watch(self.model, self.recipe.module)
             self.total_steps = min(self.total_steps, trace.steps)
-        streams, make = self._way()
+        streams, make = self.way.streams()
         self._update = update = make(
             self.model,
-            self._recipe,
+            self.recipe,
             self.optimizer,
             self._settings,
             world=self.world,
@@ -416,7 +393,7 @@ class Trainer:
             self._guarded([loader, *stages.values()]),
             streams_kept(),
             requests or NOTHING,
-            self._held(),
+            self.way.held(),
         ):
             try:
                 for module in self._trained():
@@ -430,7 +407,7 @@ class Trainer:
             match_buffers(self.model)
         # Also where it came too late to end the run early: it must not be lost.
         if requests is not None and any_rank(bool(requests.asked)):
-            self._exit(requests)
+            requests.leave(self.step)
         return self.history
 
     def validate(self, data: Any) -> dict[str, Any]:
@@ -459,31 +436,8 @@ class Trainer:
         not meet in the forward pass where one of them has no samples.
         """
         loader = self._loader(data, whole=True)
-        model = self.evaluated
-
-        def predictions(part: Part) -> Any:
-            with self.mixed.autocast(), secluded(part):
-                return self._recipe.predict(model, part.data)
-
-        with (
-            activity.within("prediction"),
-            self._guarded([loader]),
-            streams_kept(),
-            torch.no_grad(),
-            evaluating(model, self._recipe.module),
-            self._held(),
-        ):
-            match_buffers(model)
-            seed_streams(self.seed, "prediction", self.world.rank)
-            parts = runs(loader.epoch(0, pieces=self.pieces), self.seed, "prediction")
-            out = tracing.redirected(out)
-            found = predict(
-                parts, predictions, length=loader.plan.length, keep=keep, out=out, format=format
-            )
-        if tracing.active is not None:
-            written = None if format == "parquet" else read_predictions(out) if out else found
-            tracing.active.predictions(written)
-        return found
+        with self._guarded([loader]):
+            return self._stages.predict(loader, keep=keep, out=out, format=format)
 
     def log(self, name: str, value: Total | Tensor | float) -> None:
         """Count a number in the mean of this epoch, or evaluation, over all ranks.
@@ -532,7 +486,7 @@ class Trainer:
     @property
     def loss_module(self) -> nn.Module | None:
         """The loss, if it is a module."""
-        return self._recipe.module
+        return self.recipe.module
 
     def scheduler_state(self) -> Any:
         return None if self._schedule is None else self._schedule.state_dict()
@@ -552,37 +506,7 @@ class Trainer:
         self, loader: Loader, stage: str, interrupted: Callable[[], bool] | None = None
     ) -> dict[str, Any]:
         """Evaluate on one data set, with hooks; a meeting of all ranks."""
-        activity.at(self.epoch, self.position, self.step)
-        self.hooks.call("on_evaluation_start", self, stage)
-        before, self.averages = self.averages, self._averages()
-        part, self.part = self.part, None
-        for module in (self.evaluated, self._recipe.module):
-            if module is not None:
-                match_buffers(module)
-        if stage not in self._stage_measures:
-            self._stage_measures[stage] = self._measures(measured.copies(self._metrics))
-        measures = self._stage_measures[stage]
-        try:
-            with streams_kept(), self._held(), activity.within("evaluation", stage):
-                seed_streams(self.seed, "evaluation", self.world.rank)
-                values = evaluate(
-                    runs(loader.epoch(0, pieces=self.pieces), self.seed, "evaluation"),
-                    model=self.evaluated,
-                    recipe=self._recipe,
-                    measures=measures,
-                    mixed=self.mixed,
-                    samples=loader.plan.length,
-                    meets=self._meets(),
-                    losses=self._averages(),
-                    averages=self.averages,
-                    interrupted=interrupted,
-                )
-        finally:
-            self.averages, self.part = before, part
-            measures.reset()
-        self.remember({f"{stage}/{name}": value for name, value in values.items()})
-        self.hooks.call("on_evaluation_end", self, stage, values)
-        return values
+        return self._stages.evaluate(loader, stage, interrupted)
 
     def remember(self, values: Mapping[str, Any]) -> None:
         """Put the numbers among these into the history."""
@@ -605,44 +529,11 @@ class Trainer:
             self.averages.log(name, value, part.weight, part.piece)
         self.train_measures.update(part, output)
 
-    @property
-    def piece_settings(self) -> dict[str, int] | None:
-        """What the bits of a run in pieces depend on, and a user sets."""
-        if self.pieces is None:
-            return None
-        return {"pieces": self.pieces, "threads": self._settings.threads}
-
     def surroundings(self) -> dict[str, Any]:
-        """What else bits depend on; with the threads that pieces run with."""
-        return {**surroundings(self.world.device), **(self.piece_settings or {})}
+        """What bits depend on besides the program; with the threads that pieces run with."""
+        return {**surroundings(self.world.device), **(self.way.settings or {})}
 
-    def _held(self) -> contextlib.AbstractContextManager[None]:
-        """In pieces: with the threads, and on a GPU the algorithms, that the bits depend on."""
-        if self.pieces is None:
-            return NOTHING
-        return held(self._settings.threads, self.world.device)
-
-    def _own(self) -> range:
-        """The pieces that this rank runs."""
-        assert self.pieces is not None
-        return pieces_of(self.pieces, self.world.rank, self.world.size)
-
-    def _averages(self) -> Averages:
-        return Averages() if self.pieces is None else PieceAverages(self.pieces, self._own())
-
-    def _measures(self, metrics: Any) -> TrainMeasures:
-        if self.pieces is None:
-            return TrainMeasures(metrics)
-        return PieceMeasures(metrics, self.pieces, self._own())
-
-    def _way(self) -> tuple[StepStreams, Callable[..., Update]]:
-        """How steps are made: whole, or in pieces; and the random streams for it."""
-        if self.pieces is None:
-            return StepStreams(self.seed, self.world.rank), Update
-        streams = PieceStreams(self.seed)
-        return streams, functools.partial(PieceUpdate, pieces=self.pieces, streams=streams)
-
-    def _meets(self) -> bool:
+    def meets(self) -> bool:
         """Whether ranks meet in the user's code in evaluation. SyncBatchNorm meets in training."""
         if self._settings.collective_forward is not None:
             return self._settings.collective_forward
@@ -656,43 +547,8 @@ class Trainer:
 
     def _trained(self) -> nn.ModuleList:
         """The model, and the loss if it is a module."""
-        modules = [self.model, self._recipe.module]
+        modules = [self.model, self.recipe.module]
         return nn.ModuleList([module for module in modules if module is not None])
-
-    def _exit(self, requests: StopRequests) -> NoReturn:
-        """The run was asked to stop, and has saved."""
-        if self.world.rank == 0:
-            requests.saved()
-            sys.stderr.write(f"evenly: stopped as asked at step {self.step}, and saved.\n")
-        barrier()  # nobody ends before the launcher can know why
-        raise SystemExit(EXIT_CODE)
-
-    def _resume(self, resume: str | None, plan: Plan) -> None:
-        if resume not in (None, "auto"):
-            raise SettingError(f"resume={resume!r}; give 'auto', or leave it out.")
-        if self.checkpoints is None:
-            if resume is not None:
-                raise SettingError(
-                    "resume='auto' needs a place to look: give the Trainer a folder=."
-                )
-            return
-        if self.step:  # this run is further than what it has saved
-            return
-        saved = self.checkpoints.newest()
-        if saved is None:
-            return
-        if resume is None:
-            raise SettingError(
-                f"{self.checkpoints.folder} holds checkpoints of an earlier run. Go on with it by "
-                "fit(..., resume='auto'), or give the Trainer another folder."
-            )
-        together(lambda: go_on(self, plan, saved))
-        self.epoch_length = plan.steps
-        if self.world.rank == 0:
-            sys.stderr.write(
-                f"evenly: going on after step {self.step}, from {saved.path}; what was done since "
-                "then is done again.\n"
-            )
 
     def _check_position(self, length: int) -> None:
         """A run that stands within an epoch can only go on with an epoch of the same length."""
@@ -705,7 +561,7 @@ class Trainer:
         self.epoch_length = length
 
     def _tell(self, batch_size: int) -> None:
-        if self.world.rank or self._told or self.pieces is not None:
+        if self.world.rank or self._told or self.way.pieces is not None:
             return
         self._told = True
         cut = self._settings.microbatch is not None and (

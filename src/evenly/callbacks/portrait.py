@@ -25,6 +25,22 @@ _NUMBERS = 2**16
 _GIT_SECONDS = 2.0
 
 
+_SHOWN = (
+    *("batch_size", "microbatch", "pieces", "seed", "shuffle", "tail", "workers", "precision"),
+    *("clip_norm", "nonfinite", "save_every", "scheduler"),
+)
+
+
+def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a Trainer's arguments that the record shows."""
+    return {
+        **{name: given[name] for name in _SHOWN},
+        "loss": given["step"] if given["loss"] is None else given["loss"],
+        "metrics": list(given["metrics"] or ()),
+        "train_metrics": list(given["train_metrics"] or ()),
+    }
+
+
 def settings_of(trainer: Trainer) -> dict[str, Any]:
     """The Trainer's settings; of objects, what they are."""
     parameters = list(trainer.model.parameters())

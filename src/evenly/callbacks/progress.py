@@ -46,11 +46,6 @@ class Progress(Callback):
         self._begin = time.perf_counter()
         self._first_step, self._all_samples = trainer.step, 0
         self._all_waited = self._spent = 0.0
-        if trainer.step and not self._quiet:
-            epoch = (
-                f"in epoch {trainer.epoch + 1}" if trainer.position else f"{trainer.epoch} epochs"
-            )
-            self._say(f"going on after step {trainer.step} of {trainer.total_steps}, {epoch}")
         left = trainer.step < trainer.total_steps
         if left and self._console.is_terminal and not self._quiet:
             self._start_bars(trainer)

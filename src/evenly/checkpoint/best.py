@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from evenly.checkpoint.folder import CheckpointFolder
 from evenly.checkpoint.retention import About
 from evenly.errors import SettingError
-from evenly.turn import on_rank
+from evenly.together import from_first
 
 
 class Best:
@@ -26,7 +26,7 @@ class Best:
                 f"name (there is {', '.join(stages) or 'none'}). Give fit() a validate= set, or "
                 "name another: monitor='validation/loss', 'train/loss'."
             )
-        self._known = on_rank(0)(self._folder.about)()
+        self._known = from_first(self._folder.about)
 
     def found(self, now: About) -> bool:
         """Whether what was measured just now is among the best so far."""

@@ -17,8 +17,7 @@ from evenly.checkpoint.reading import STATE, Checkpoint, Homes
 from evenly.checkpoint.retention import About, Retention
 from evenly.errors import EvenlyWarning, StorageError
 from evenly.storage import Entry
-from evenly.together import together
-from evenly.turn import on_rank
+from evenly.together import from_first, together
 from evenly.world import current_world
 
 KIND, VERSION = "evenly checkpoint", 2
@@ -34,7 +33,7 @@ class CheckpointFolder:
 
     def newest(self) -> Checkpoint | None:
         """The newest that is whole, on every rank; a meeting of all. Damaged ones are reported."""
-        path = on_rank(0)(self._newest)()
+        path = from_first(self._newest)
         if path is None:
             return None
         return together(lambda: Checkpoint.open(path))[current_world().rank]

@@ -17,8 +17,7 @@ from evenly.checkpoint.spread import spread
 from evenly.checkpoint.writing import Copies, Writing
 from evenly.errors import EvenlyWarning, SettingError, StorageError
 from evenly.storage import Entry
-from evenly.together import together
-from evenly.turn import on_rank
+from evenly.together import from_first, together
 from evenly.world import World
 
 OnSaveError = Literal["raise", "warn"]
@@ -55,7 +54,7 @@ class Saver:
         tensors: dict[str, Tensor] = {}
         plain = {name: taken_apart(part, name, tensors) for name, part in state.items()}
         try:
-            partial = on_rank(0)(lambda: self.folder.begin(about.step))()
+            partial = from_first(lambda: self.folder.begin(about.step))
         except StorageError as error:
             self._take(error)
             return
@@ -79,6 +78,8 @@ class Saver:
         writing, self._writing = self._writing, None
         if writing is None:
             return True
+        # First all shares: a rank that died will not write its own, and is noticed here.
+        together(writing.wait_for_share)
         try:
             together(writing.result)
         except StorageError as error:

@@ -61,6 +61,7 @@ class Writing(threading.Thread):
         self._world, self._partial, self._copies, self._seal = world, partial, copies, seal
         self._store = None if world.store is None else world.store.clone()  # type: ignore[attr-defined]
         self._error: Exception | None = None
+        self._written = threading.Event()
         self.finished = threading.Event()
 
     @property
@@ -73,18 +74,25 @@ class Writing(threading.Thread):
         except Exception as error:
             self._error = error
         finally:
+            self._written.set()
             self.finished.set()
+
+    def wait_for_share(self) -> None:
+        """Wait until this rank has written, or failed to write, what is its own."""
+        self._await(self._written)
 
     def result(self) -> None:
         """Wait until this rank's part is done; on rank 0 that is the whole."""
-        limit = self._world.timeout
-        if not self.finished.wait(limit):
-            raise StorageError(
-                f"the checkpoint {self._partial} is not written after {limit:g} s. See what the "
-                "file system does, or give the Trainer a longer timeout."
-            )
+        self._await(self.finished)
         if self._error is not None:
             raise self._error
+
+    def _await(self, event: threading.Event) -> None:
+        if not event.wait(self._world.timeout):
+            raise StorageError(
+                f"the checkpoint {self._partial} is not written after {self._world.timeout:g} s. "
+                "See what the file system does, or give the Trainer a longer timeout."
+            )
 
     def _write(self) -> None:
         name = f"tensors-{self._world.rank:05d}.safetensors"
@@ -101,6 +109,7 @@ class Writing(threading.Thread):
                 self._tell({"error": str(error)})
                 raise
             told = {"error": str(error)}
+        self._written.set()
         if self._world.rank == 0:
             self._finish([told, *self._others()])
         else:

@@ -15,7 +15,6 @@ from evenly.errors import SettingError
 from evenly.layers import SyncBatchNorm
 from evenly.meeting import apart, meeting
 from evenly.objective import Output
-from evenly.packing import as_bytes
 from evenly.part import Part
 from evenly.pieces.buffers import Buffers
 from evenly.pieces.exchange import Exchange
@@ -25,12 +24,11 @@ from evenly.pieces.tree import Route, fold
 from evenly.plan import pieces_of
 from evenly.seeding import PieceStreams
 from evenly.training.carrier import Wishes
+from evenly.training.head import Head, Said, Told
 from evenly.training.recipe import Weighed
 from evenly.training.stopwatch import Stopwatch
 from evenly.training.update import ALONE, Update
 from evenly.watchdog.activity import activity
-
-_MARKS = 5  # stop, save, epoch, step, whether buffers changed that are not exchanged yet
 
 
 class PieceUpdate(Update):
@@ -81,7 +79,7 @@ class PieceUpdate(Update):
             self._ledger.close()
         self._ledger = Ledger(self._layout, self._parameters)
         counts = [b for b in self._exchanges if not self._buffers.averaged(b)]
-        self._head = _Head(
+        self._head = Head(
             pieces=len(pieces_of(self._pieces, 0, world.size)),
             parameters=len(self._parameters),
             counts=[self._buffers.like(b) for b in counts],
@@ -98,7 +96,7 @@ class PieceUpdate(Update):
         route = self._route(min(part.global_weight, self._pieces))
         self._buffers.open(self._exchanges)
         ledger.open(route)
-        told = _Told(part, wishes)
+        told = Told(part, wishes)
         if world.size > 1:
             self._exchange.open(route)
         for run in part.pieces:
@@ -113,7 +111,7 @@ class PieceUpdate(Update):
             everyone = self._everyone(told)
         return self._finish(told, route, everyone)
 
-    def _run(self, run: Part, told: _Told, *, last: bool) -> None:
+    def _run(self, run: Part, told: Told, *, last: bool) -> None:
         """Forward and backward of one piece."""
         assert run.piece is not None
         activity.enter("step")
@@ -140,7 +138,7 @@ class PieceUpdate(Update):
             raise SettingError(f"ranks met in the forward pass or the loss. {ALONE}")
         return found
 
-    def _take_buffers(self, run: Part, told: _Told) -> None:
+    def _take_buffers(self, run: Part, told: Told) -> None:
         """Put down what this piece has made of the buffers."""
         assert run.piece is not None
         share = run.weight / run.global_weight
@@ -156,21 +154,21 @@ class PieceUpdate(Update):
         if changes:
             told.changes[run.piece] = changes
 
-    def _send(self, bucket: int, told: _Told) -> None:
+    def _send(self, bucket: int, told: Told) -> None:
         last = bucket == len(self._layout.buckets) - 1
         head = self._written(told) if last else _NOTHING
         # What a node is summed onto lies before what is added to it.
         covers = self._routes[told.live(self._pieces)].covers[self._world.rank]
         self._exchange.send(bucket, self._ledger.stack[: len(covers)], head)
 
-    def _written(self, told: _Told) -> Tensor:
+    def _written(self, told: Told) -> Tensor:
         buffers = self._buffers
         others = [b for b in self._exchanges if not buffers.averaged(b)]
         counts = [told.counts.get(b, buffers.like(b)) for b in others]
         surprised = bool(told.changes) or any(b not in others for b in told.counts)
         return self._head.written(told, self._ledger.used, counts, surprised)
 
-    def _everyone(self, told: _Told) -> list[_Said]:
+    def _everyone(self, told: Told) -> list[Said]:
         """What all ranks said; the parameters have the sums of all gradients afterwards."""
         ledger = self._ledger
         result = ledger.stack[0] if ledger.stack else ledger.blank()
@@ -182,7 +180,7 @@ class PieceUpdate(Update):
         ledger.settle(result)
         return [self._head.read(head) for head in heads]
 
-    def _finish(self, told: _Told, route: Route, everyone: list[_Said]) -> list[float]:
+    def _finish(self, told: Told, route: Route, everyone: list[Said]) -> list[float]:
         """Put the sums over all ranks in their places; the message."""
         used = np.logical_or.reduce([said.used for said in everyone])
         for place in np.flatnonzero(~used).tolist():
@@ -212,7 +210,7 @@ class PieceUpdate(Update):
         for buffer, value in zip(others, counts, strict=True):
             self._buffers.replace(buffer, value)
 
-    def _add_buffers(self, told: _Told) -> None:
+    def _add_buffers(self, told: Told) -> None:
         """Buffers have changed for the first time: a meeting of all ranks, who exchange them apart
         at this step and with the gradients from the next one on.
         """
@@ -250,80 +248,3 @@ def check_alone(model: nn.Module, pieces: int, size: int) -> None:
         if isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm):
             where = name or type(layer).__name__
             raise SettingError(f"{where} is a SyncBatchNorm and pieces={pieces}: {ALONE}")
-
-
-class _Told:
-    """What this rank has to say in a step."""
-
-    def __init__(self, part: Part, wishes: Wishes) -> None:
-        self.part, self.wishes = part, wishes
-        self.sums: dict[int, tuple[Tensor | float, Tensor | float]] = {}
-        self.counts: dict[int, Tensor] = {}
-        """Of buffers that are not averaged, after the first piece."""
-        self.changes: dict[int, dict[int, Tensor]] = {}
-        """By piece, of buffers that are not exchanged with the gradients yet."""
-
-    def live(self, pieces: int) -> int:
-        return min(self.part.global_weight, pieces)
-
-
-class _Said:
-    """What one rank said."""
-
-    def __init__(self, numbers: Any, pieces: int, used: Any, counts: list[Tensor]) -> None:
-        stop, save, epoch, step, surprised = numbers[:_MARKS].tolist()
-        self.stop, self.save, self.surprised = stop > 0, save > 0, surprised > 0
-        self.place = (epoch, step)
-        self.totals = numbers[_MARKS : _MARKS + pieces].tolist()
-        self.weights = numbers[_MARKS + pieces :].tolist()
-        self.used = used
-        self.counts = counts
-
-
-class _Head:
-    """How what a rank says is written as bytes: of a fixed length, so that nobody must ask."""
-
-    def __init__(self, *, pieces: int, parameters: int, counts: list[Tensor]) -> None:
-        self._pieces, self._parameters, self._like = pieces, parameters, counts
-        self._numbers = _aligned(8 * (_MARKS + 2 * pieces))
-        self._flags = _aligned(parameters)
-        self._places = np.cumsum([0, *(_aligned(t.numel() * t.itemsize) for t in counts)]).tolist()
-        self.size = self._numbers + self._flags + self._places[-1]
-
-    def written(
-        self, told: _Told, used: list[bool], counts: list[Tensor], surprised: bool
-    ) -> Tensor:
-        head = np.zeros(self.size, dtype=np.uint8)
-        marks = (*told.wishes, told.part.epoch, told.part.step, surprised)
-        numbers = head[: self._numbers].view(np.float64)
-        numbers[:_MARKS] = marks
-        for place, piece in enumerate(sorted(told.sums)):
-            total, weight = told.sums[piece]
-            numbers[_MARKS + place] = float(total)
-            numbers[_MARKS + self._pieces + place] = float(weight)
-        head[self._numbers : self._numbers + self._parameters] = used
-        written = torch.from_numpy(head)
-        start = self._numbers + self._flags
-        for count, place in zip(counts, self._places, strict=False):
-            value = as_bytes(count).cpu()
-            written[start + place : start + place + len(value)] = value
-        return written
-
-    def read(self, head: Tensor) -> _Said:
-        bytes_ = head.cpu()
-        array = bytes_.numpy()
-        numbers = array[: 8 * (_MARKS + 2 * self._pieces)].view(np.float64)
-        used = array[self._numbers : self._numbers + self._parameters].astype(bool)
-        start = self._numbers + self._flags
-        counts = [
-            bytes_[start + place : start + place + like.numel() * like.itemsize]
-            .view(like.dtype)
-            .reshape(like.shape)
-            .clone()
-            for like, place in zip(self._like, self._places, strict=False)
-        ]
-        return _Said(numbers, self._pieces, used, counts)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 16) * 16

@@ -113,10 +113,12 @@ class Activity:
 
     @contextlib.contextmanager
     def within(self, phase: str, doing: str = "", waits: int | None = None) -> Iterator[None]:
-        before = self.enter(phase, doing, waits)
+        before, around = self.enter(phase, doing, waits), self.box[5]
+        self.box[5] = _NUMBERS[phase]
         try:
             yield
         finally:
+            self.box[5] = around
             self.back(before)
 
     def limits(self, otherwise: Limits) -> Limits:

@@ -25,6 +25,8 @@ class Recorded(NamedTuple):
     position: int
     step: int
     made: int
+    around: int
+    """The phase in which data are waited for, where that is not training."""
 
 
 Box = MutableSequence[int]

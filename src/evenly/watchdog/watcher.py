@@ -103,9 +103,12 @@ class Watcher:
         if box is None or not 0 <= box.phase < len(NAMES):
             return standing
         numbers = {**box._asdict(), "phase": NAMES[box.phase]}
+        around = NAMES[numbers.pop("around") % len(NAMES)]
         if all(getattr(beat, name) == value for name, value in numbers.items()):
             return standing
-        moved = dataclasses.replace(beat, doing="", waits=None, idle=0.0, **numbers)
+        stage = numbers["phase"] == "data" and around in ("evaluation", "prediction")
+        doing = around if stage else ""
+        moved = dataclasses.replace(beat, doing=doing, waits=None, idle=0.0, **numbers)
         return Standing(rank, moved, standing.silent)
 
     def _tell(self, finding: Finding) -> None:

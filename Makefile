@@ -34,7 +34,7 @@ format: $(STAMP)
 # Rebuilt when the pins or the declared dependencies change; a second `make` skips it.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev,report,tensorboard]"
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev,report,watch,tensorboard]"
 	touch $@
 
 clean:

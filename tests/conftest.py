@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -20,6 +21,9 @@ settings.load_profile("evenly")
 os.environ["EVENLY_DEVICE"] = "cpu"
 # torch's store looks up a name for 127.0.0.1 now and then; where DNS is slow, five seconds long.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+
+BROWSER = Path("/usr/bin/chromium")
 
 
 @pytest.fixture(autouse=True)
@@ -68,3 +72,15 @@ def left_alone(nursery: "faults.Nursery", tmp_path_factory: pytest.TempPathFacto
     started = nursery.start("marathon", 1, folder)
     assert started.wait() == [0], started.log()
     return folder
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A real one, without a window. Not for modules that use asyncio: playwright does, too."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is missing")
+    if not BROWSER.exists():
+        pytest.skip(f"{BROWSER} is missing: apt-get install chromium")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=str(BROWSER), args=["--no-sandbox"])
+        yield opened
+        opened.close()

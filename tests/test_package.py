@@ -38,6 +38,7 @@ LAYERS = [
         "lines",
         "watchdog",
         "tracing",
+        "watch",
     },
     {"world"},
     {"turn", "meeting", "collectives", "parcel", "together", "stopping"},
@@ -149,7 +150,7 @@ assert "torch" not in sys.modules, "importing evenly imports torch"
 assert "numpy" not in sys.modules, "importing evenly imports numpy"
 evenly.Plan(length=10, batch_size=3)
 import evenly.permutation, evenly.variables, evenly.errors, evenly.cli
-import evenly.record.summary, evenly.report, evenly.cli.runs, evenly.cli.report
+import evenly.record.summary, evenly.report, evenly.cli.runs, evenly.cli.report, evenly.cli.watch
 assert "torch" not in sys.modules, "the plan needs torch"
 assert dict(os.environ) == environ, "the environment was changed"
 assert set(logging.root.manager.loggerDict) == loggers, "a logger was made"

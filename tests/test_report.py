@@ -25,7 +25,6 @@ from evenly.report import write_report
 
 pytest.importorskip("vl_convert", reason="vl-convert-python is missing: pip install '.[report]'")
 
-BROWSER = Path("/usr/bin/chromium")
 STEPS, EPOCH = 120, 40
 PLAN = Plan(length=320, batch_size=8, shuffle=True, seed=1)
 
@@ -121,17 +120,6 @@ def overlay(runs: list[Path]) -> Path:
 @pytest.fixture(scope="module")
 def single(runs: list[Path]) -> Path:
     return write_report(runs[:1], runs[0].parent / "single.html")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is missing")
-    if not BROWSER.exists():
-        pytest.skip(f"{BROWSER} is missing: apt-get install chromium")
-    with playwright.sync_playwright() as started:
-        opened = started.chromium.launch(executable_path=str(BROWSER), args=["--no-sandbox"])
-        yield opened
-        opened.close()
 
 
 @dataclass

@@ -14,6 +14,7 @@ _COMMANDS = {
     "export": "Write a run's weights to one file that plain torch reads.",
     "runs": "List and compare runs.",
     "report": "Write runs as one HTML page.",
+    "watch": "Show a run on a live page while it trains.",
     "demo": "Train on 1, 2 and 4 processes and compare the numbers.",
 }
 

@@ -188,9 +188,9 @@ class Agent(LocalElasticAgent):
         self._tell(cause, self._exit_codes(worker_group))
 
     def _tell(self, cause: Ending, codes: dict[int, int | None]) -> None:
-        places = ""
-        if cause.kind == "signal" and self._watch is not None:
-            places = self._watch.last_places()
+        places, watch = "", self._watch
+        if cause.kind == "signal" and watch is not None:
+            places = watch.last_places()
         self._shutdown()
         self.exit_code = cause.exit_code
         line = failures.describe(
@@ -198,7 +198,11 @@ class Agent(LocalElasticAgent):
             stopped=[rank for rank, code in codes.items() if code != 0 and rank != cause.rank],
             finished=[rank for rank, code in codes.items() if code == 0],
         )
-        say(f"{line}{self._restarting()}.", before=cause.traceback)
+        line = f"{line}{self._restarting()}."
+        if watch is not None:
+            state = {"signal": "dead", "hang": "stuck"}.get(cause.kind, "failed")
+            watch.failed(cause.rank, state, line)
+        say(line, before=cause.traceback)
         if places:
             say(f"last seen: {places}.")
 

@@ -68,6 +68,10 @@ class Watch:
                 self._watcher.update(self._store)
         return self._watcher.places()
 
+    def failed(self, rank: int, state: str, text: str) -> None:
+        """The attempt has failed, by this rank: those who look at the table should know."""
+        self._watcher.failed(rank, state, text)
+
     def _run(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone: on another machine, with it
             self._store = self._meeting.connect()

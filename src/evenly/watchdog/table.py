@@ -2,13 +2,15 @@
 
 ::
 
-    {"version": 1, "time": 1789.0, "attempt": "...", "size": 2, "report": "",
+    {"version": 1, "time": 1789.0, "attempt": "...", "size": 2, "report": "", "failure": null,
      "ranks": [{"rank": 0, "state": "moves" | "stuck" | "silent" | "unborn" | "left",
                 "phase": "step", "doing": "", "waits_for": [1], "epoch": 0, "position": 3,
                 "step": 3, "since": 1780.0, "idle": 9.0, "last_beat": 1788.4, "host": "...",
                 "pid": 1234, "step_seconds": 0.2, "own_seconds": 0.1, "data_seconds": 0.05,
                 "memory": 1000, "gpu_memory": null, "collectives": 17, "stack": ""}]}
 
+"failure" is, once the run has failed, {"rank": 1, "state": "dead" | "stuck" | "failed",
+"text": "..."}, from the launcher.
 Times are seconds since 1970 on the clock of whoever writes; what is not known is null. A reader
 must look at ``version``, and must not take an old file for a live one: compare ``time``.
 """
@@ -37,6 +39,7 @@ def table(
     finding: Finding | None,
     stacks: Mapping[int, str],
     report: str,
+    failure: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The table at ``time``, with what is wrong and the stacks of those that are stuck."""
     stuck = {s.rank for s in finding.stuck} if finding is not None else set()
@@ -47,6 +50,7 @@ def table(
         "attempt": attempt,
         "size": len(standings),
         "report": report,
+        "failure": failure,
         "ranks": rows,
     }
 

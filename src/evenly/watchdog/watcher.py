@@ -130,16 +130,23 @@ class Watcher:
             for slow in self._patience.due(stragglers(found), now, wait):
                 self._say(words.slow(*slow))
 
-    def _write(self, finding: Finding | None) -> None:
+    def failed(self, rank: int, state: str, text: str) -> None:
+        """Put into the table why the run failed, and by whom: the last that is written in it."""
+        if self._writes:
+            self._write(None, {"rank": rank, "state": state, "text": text})
+
+    def _write(self, finding: Finding | None, failure: dict[str, Any] | None = None) -> None:
         folders = {s.beat.folder for s in self.standings if s.beat is not None and s.beat.folder}
         for folder in folders:
             if folder not in self._folders:  # once: a folder that the user takes away stays away
                 self._folders.add(folder)
                 with contextlib.suppress(OSError):
                     Path(folder).mkdir(parents=True, exist_ok=True)
-            table.write(folder, self.table(finding))
+            table.write(folder, self.table(finding, failure))
 
-    def table(self, finding: Finding | None = None) -> dict[str, Any]:
+    def table(
+        self, finding: Finding | None = None, failure: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """All that is known, as `table` describes it."""
         return table.table(
             self.standings,
@@ -148,4 +155,5 @@ class Watcher:
             finding=finding,
             stacks=self._stacks,
             report=self._report,
+            failure=failure,
         )

@@ -25,6 +25,7 @@ from evenly.testing import assert_same, verify
 from evenly.tracing.hook import Trace
 from evenly.tracing.journal import Journal
 from evenly.tracing.recorder import Recorder
+from trainings import digits, made
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 FIRST = 4  # the step with few samples
@@ -127,6 +128,20 @@ def unseeded() -> None:
     evenly.trace(net, optimizer)
     net(torch.ones(2, 3)).sum().backward()
     optimizer.step()
+
+
+def test_pieces_keep_the_bits_of_training_metrics_and_predictions() -> None:
+    def train(pieces: int | None) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 16), nn.Dropout(0.5), nn.Linear(16, 10))
+        accuracy = {"accuracy": MulticlassAccuracy(10)}
+        trainer = made(model=model, metrics=accuracy, pieces=pieces)
+        data = digits(torch.float32, length=300)
+        trainer.fit(data, data, epochs=1)
+        trainer.predict(data)
+
+    assert_same(train, 4, processes=(1, 3), steps=9, promise="bits")
+    assert not verify(train, None, processes=(1, 3), steps=9).holds  # dropout, by rank
 
 
 def test_a_failed_comparison_shows_the_report_in_the_test() -> None:

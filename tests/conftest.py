@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 import evenly
+import evenly.world
 import faults
 
 # How long an example takes is the machine's business.
@@ -31,6 +32,7 @@ def nothing_left_behind() -> Iterator[None]:
     threads = set(threading.enumerate())
     yield
     assert _variables() == variables, "the test changed the environment"
+    assert evenly.world._current is None, "the test left a world open"
     for thread in set(threading.enumerate()) - threads:
         thread.join(timeout=2)  # torch does not wait for those that feed its workers
         assert not thread.is_alive(), f"the test left a thread behind: {thread}"

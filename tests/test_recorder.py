@@ -92,7 +92,7 @@ def test_a_run_that_ended_twice_and_was_resized_has_the_record_of_one_that_did_n
 
 
 def test_without_a_folder_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, world: evenly.World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     train(None)

@@ -57,7 +57,7 @@ def test_fifty_of_fifty_restarts_go_on_soon(turn: int) -> None:
     check_restarts([CAUSES[(turn + i) % 4] for i in range(5)])
 
 
-FAILING = """
+ENDING = """
     import atexit
     import torch
     class Holder: pass
@@ -66,14 +66,15 @@ FAILING = """
     holder.file = open("log.txt", "w")
     holder.file.write("the last words")
     atexit.register(lambda: print("handler ran"))
-    raise ValueError("planted")
+    {end}
     """
 
 
-def test_a_failed_program_ends_with_its_files_written(tmp_path: Path) -> None:
-    write(tmp_path / "failing.py", FAILING)
-    done = evenly_run("-n", "1", "failing.py", folder=tmp_path)
-    assert done.returncode == 1
+@pytest.mark.parametrize(("end", "code"), [("raise ValueError", 1), ("raise SystemExit", 0)])
+def test_a_program_ends_with_its_files_written(tmp_path: Path, end: str, code: int) -> None:
+    write(tmp_path / "ending.py", ENDING.replace("{end}", end))
+    done = evenly_run("-n", "1", "ending.py", folder=tmp_path)
+    assert done.returncode == code
     assert done.stdout == "handler ran\n"
     assert (tmp_path / "log.txt").read_text() == "the last words"
 

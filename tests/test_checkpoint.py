@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.utils.data import Dataset
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -31,7 +31,7 @@ import evenly
 from evenly import storage
 from evenly.callbacks import EMA, Callback, EarlyStopping
 from evenly.checkpoint import CheckpointFolder
-from evenly.errors import EvenlyWarning, SettingError, StorageError, WorldError
+from evenly.errors import EvenlyWarning, FormatError, SettingError, StorageError, WorldError
 from evenly.stopping import STOP_KEY
 from evenly.store import connect
 from evenly.testing import run_ranks
@@ -287,8 +287,11 @@ def test_a_version_of_the_future_is_refused(two: Path, tmp_path: Path, world: ev
     newest = CheckpointFolder(folder).all()[0]
     manifest = json.loads((newest / "manifest.json").read_text())
     (newest / "manifest.json").write_text(json.dumps({**manifest, "version": 99}))
-    with pytest.warns(EvenlyWarning, match="version 99"):
+    with pytest.raises(FormatError, match="version 99"):
         CheckpointFolder(folder).newest()
+    with pytest.raises(FormatError, match="version 99"):  # and not begun anew beside it
+        made(folder=tmp_path).fit(digits(), steps=5, resume="auto")
+    assert [path.name for path in CheckpointFolder(folder).all()] == [newest.name, "step-000000002"]
 
 
 def test_a_write_that_fails_on_one_rank_is_an_error_on_all_and_costs_nothing(
@@ -493,8 +496,15 @@ def test_a_request_during_an_evaluation_ends_it_and_it_is_made_when_the_run_goes
             return tuple(tensor[place] for tensor in VALIDATION.tensors)
 
     def run(folder: Path | None, harm: bool) -> tuple[Any, Any]:
-        trainer = made(folder=folder, batch_size=64, workers=0, save_every=1000)
-        validate = Data([trainer]) if harm else VALIDATION
+        trainer = made(
+            folder=folder,
+            workers=0,
+            save_every=1000,
+            scheduler=lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, threshold=9.0),
+            scheduler_monitor="first/loss",
+        )
+        # What was evaluated before the request came is not evaluated again.
+        validate = {"first": VALIDATION, "second": Data([trainer]) if harm else VALIDATION}
         code = None
         try:
             resume: Any = folder and "auto"
@@ -511,6 +521,10 @@ def test_a_request_during_an_evaluation_ends_it_and_it_is_made_when_the_run_goes
 
     for first, again, whole in run_ranks(program, 2):
         assert first[0] == 75
-        assert len(first[1]["history"].get("validation/loss", [])) == 0
+        assert len(first[1]["history"]["first/loss"]) == 1
+        assert len(first[1]["history"].get("second/loss", [])) == 0
         assert again[0] is None
         assert difference(again[1], whole[1]) <= 1e-12
+    newest = CheckpointFolder(tmp_path / "checkpoints")
+    about = newest.about()[max(newest.about())]
+    assert "second/loss" in about.values or often == 5

@@ -20,6 +20,7 @@ import evenly
 from evenly import storage
 from evenly.callbacks import Callback
 from evenly.checkpoint.folder import CheckpointFolder
+from evenly.checkpoint.plain import put_together, taken_apart
 from evenly.checkpoint.retention import About, Retention
 from evenly.checkpoint.spread import rows_of, spread
 from evenly.errors import EvenlyWarning, SettingError, StorageError
@@ -229,6 +230,50 @@ def test_a_monitor_that_is_not_measured_is_named(tmp_path: Path, world: evenly.W
         fit("validation/loss")
     with pytest.raises(SettingError, match=r"there is 'validation/loss'.*monitor="):
         fit("validation/accuracy", validate=digits(length=50))
+
+
+def test_a_damaged_checkpoint_that_was_further_costs_no_whole_one(
+    tmp_path: Path, world: evenly.World
+) -> None:
+    made(folder=tmp_path, save_every=2).fit(digits(), steps=8)
+    (tmp_path / "checkpoints" / "step-000000008" / "state.json").write_text("{}")
+    shutil.rmtree(tmp_path / "checkpoints" / "step-000000006")
+    trainer = made(folder=tmp_path, save_every=1, keep=1)
+    with pytest.warns(EvenlyWarning, match="The one before it is used"):
+        trainer.fit(digits(), steps=6, resume="auto")
+    assert steps_in(tmp_path) == [8, 6]
+    with pytest.warns(EvenlyWarning, match="The one before it is used"):
+        made(folder=tmp_path, keep=1).fit(digits(), steps=9, resume="auto")
+    assert steps_in(tmp_path)[0] == 9
+
+
+def test_a_callback_on_one_rank_can_ask_for_a_checkpoint(tmp_path: Path) -> None:
+    class Ask(Callback):
+        ranks = "one"
+
+        def on_epoch_end(self, trainer: evenly.Trainer, values: Any) -> None:
+            trainer.save()
+
+        def on_step_end(self, trainer: evenly.Trainer) -> None:
+            if trainer.step == 2:
+                trainer.save()
+
+    def program() -> list[int]:
+        trainer = made(folder=tmp_path, keep=None, callbacks=[Ask()])
+        trainer.fit(digits(length=300), epochs=2)
+        return steps_in(tmp_path)
+
+    assert run_ranks(program, 2)[0] == [10, 6, 5, 3]
+
+
+def test_tensors_whose_names_would_be_the_same_stay_apart() -> None:
+    values = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, "c": {1: torch.ones(2), "1": 3}}
+    tensors: dict[str, Tensor] = {}
+    plain = taken_apart(values, "state", tensors)
+    again = put_together(plain, tensors.__getitem__)
+    assert float(again["a.b"]) == 1
+    assert float(again["a"]["b"]) == 0
+    assert again["c"]["1"] == 3
 
 
 points = st.builds(

@@ -16,6 +16,7 @@
     │   ├── SampleError       fetching one sample raised; it names the index
     │   └── CollateError      samples could not be put into a batch; it names the indices
     ├── StorageError          files could not be written, or are not what they should be
+    │   └── FormatError       they are of another version, or of something else; none is touched
     ├── TrainingError         training cannot go on
     │   └── LossError         the loss is no number to train on; it names the step
     └── LaunchError           processes could not be started, or one of them failed
@@ -106,6 +107,10 @@ class CollateError(DataError):
 
 class StorageError(EvenlyError):
     """Files could not be written or read, or are not whole."""
+
+
+class FormatError(StorageError):
+    """What is there is whole, perhaps, but of another version or of something else."""
 
 
 class TrainingError(EvenlyError):

@@ -15,7 +15,7 @@ from evenly.loader import Loader
 from evenly.matching import checksum, tell_apart
 from evenly.part import Part
 from evenly.record.counts import from_slots, in_slots
-from evenly.resuming import about
+from evenly.resuming import about, measured_now, state_of
 from evenly.seeding import StepStreams
 from evenly.stopping import StopRequests
 from evenly.training.carrier import Wishes
@@ -52,7 +52,7 @@ class Fit:
         self._requests = requests
         self._saver = trainer.saver
         self._best = None if self._saver is None else best(self._saver.folder)
-        self._saved = trainer.step
+        self._saved = self._place() if trainer.step else None
         self._save_due = self._save_called = False
         self._clock = time.monotonic()
         # On a GPU a step's news are read after the next one was launched, so nobody waits.
@@ -154,18 +154,27 @@ class Fit:
     def _wishes(self) -> Wishes:
         seconds = self._save_every.seconds
         due = seconds > 0 and self._world.rank == 0 and time.monotonic() - self._clock >= seconds
-        if self._saver is not None and self._saver.failed:
+        if self._saver is not None and (self._saver.failed or self._trainer.save_wanted):
             due = True  # there the ranks meet, and hear of it
+            self._trainer.save_wanted = False
         return Wishes(self._wants_stop(), due)
 
     def _wants_stop(self) -> bool:
         return self._trainer.stop_wanted or bool(self._requests and self._requests.asked)
 
     def _save(self) -> None:
-        """A checkpoint, unless this very step has one."""
-        if self._trainer.step != self._saved:
-            self._trainer.save()
-        self._saved, self._save_due, self._clock = self._trainer.step, False, time.monotonic()
+        """A checkpoint, unless there is one of this very place."""
+        trainer = self._trainer
+        if self._saver is not None and self._place() != self._saved:
+            activity.at(trainer.epoch, trainer.position, trainer.step)
+            with activity.within("saving"):
+                self._saver.save(about(trainer), state_of(trainer, self._train.plan))
+        self._saved, self._save_due, self._clock = self._place(), False, time.monotonic()
+
+    def _place(self) -> tuple[int, int, int, bool]:
+        """Where the run stands. A step may be saved again when its evaluation was owed."""
+        trainer = self._trainer
+        return trainer.step, trainer.epoch, trainer.position, trainer.owes_evaluation
 
     def _save_if_best(self) -> None:
         if self._best is not None and self._best.found(about(self._trainer)):
@@ -201,6 +210,9 @@ class Fit:
         requests = self._requests
         interrupted = None if requests is None else lambda: bool(requests.asked)
         for name, loader in self._validate.items():
+            if name in trainer.stages_done:  # before the run was interrupted; it is in the history
+                self._validated.update(measured_now(trainer, name))
+                continue
             try:
                 values = trainer.evaluate_stage(loader, name, interrupted)
             except Interrupted:
@@ -209,6 +221,8 @@ class Fit:
             named = {f"{name}/{label}": value for label, value in values.items()}
             self._validated.update(named)
             self._schedule.after_evaluation(name, named)
+            trainer.stages_done.append(name)
+        trainer.stages_done = []
         if self._validate:
             self._agree_to_stop()
         return True

@@ -36,6 +36,12 @@ def about(trainer: Trainer) -> About:
     return About(trainer.step, trainer.epoch, trainer.position, values)
 
 
+def measured_now(trainer: Trainer, stage: str) -> dict[str, float]:
+    """What the history has of a stage for this very step."""
+    values = about(trainer).values
+    return {name: value for name, value in values.items() if name.startswith(f"{stage}/")}
+
+
 def state_of(trainer: Trainer, plan: Plan) -> dict[str, Any]:
     """Everything that the rest of the run depends on, the same on every rank; a meeting of all.
 
@@ -53,6 +59,7 @@ def state_of(trainer: Trainer, plan: Plan) -> dict[str, Any]:
             "step": trainer.step,
             "epoch_loss": trainer.epoch_loss,
             "owes_evaluation": trainer.owes_evaluation,
+            "stages_done": trainer.stages_done,
             "plan": _plan(plan),
             "seed": trainer.seed,
             "processes": trainer.world.size,
@@ -142,6 +149,7 @@ def _go_on(trainer: Trainer, plan: Plan, saved: Checkpoint) -> None:
     trainer.epoch, trainer.position, trainer.step = run["epoch"], run["position"], run["step"]
     trainer.epoch_loss = tuple(run["epoch_loss"])
     trainer.owes_evaluation = run["owes_evaluation"]
+    trainer.stages_done = list(run["stages_done"])
     trainer.history = History()
     for name, (steps, values) in saved.part("history").items():
         for step, value in zip(steps.tolist(), values.tolist(), strict=True):

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
-from evenly.errors import StorageError
+from evenly.errors import FormatError, StorageError
 
 MANIFEST = "manifest.json"
 _PARTIAL = ".partial-"
@@ -32,6 +32,11 @@ class Entry(TypedDict):
 def partial_of(folder: Path, token: str) -> Path:
     """Where a folder is written before it is sealed."""
     return folder.with_name(f"{folder.name}{_PARTIAL}{token}")
+
+
+def final_of(partial: Path) -> Path:
+    """The place that `partial_of` was made for."""
+    return partial.with_name(partial.name.partition(_PARTIAL)[0])
 
 
 def entry_of(file: Path) -> Entry:
@@ -77,9 +82,9 @@ def manifest(folder: Path, *, kind: str, version: int) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StorageError(f"{folder} has no readable manifest ({error!r}).") from None
     if found != kind:
-        raise StorageError(f"{folder} holds {found!r} and not {kind!r}.")
+        raise FormatError(f"{folder} holds {found!r} and not {kind!r}.")
     if written != version:
-        raise StorageError(
+        raise FormatError(
             f"{folder} has version {written!r} of its format and this Evenly reads {version}. "
             "Read it with the version that wrote it."
         )

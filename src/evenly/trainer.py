@@ -34,7 +34,7 @@ from evenly.pieces.holding import tell_of_differences
 from evenly.plan import Plan, Tail
 from evenly.prediction.layout import Format
 from evenly.prediction.memory import Keep
-from evenly.resuming import about, go_on_if_asked, state_of
+from evenly.resuming import go_on_if_asked
 from evenly.seeding import streams_kept
 from evenly.stages import Stages
 from evenly.stopping import StopRequests
@@ -251,7 +251,8 @@ class Trainer:
         self._update: Update | None = None
         self._told = self._closed = False
         self.owes_evaluation = False  # of this step, which was interrupted
-        self.stop_wanted = self.stopped = False
+        self.stages_done: list[str] = []  # of that evaluation
+        self.stop_wanted = self.stopped = self.save_wanted = False
         self._save_every = every("save_every", save_every, timed=True)
         self._plan: Plan | None = None
         self.checkpoints: CheckpointFolder | None = None
@@ -469,14 +470,12 @@ class Trainer:
             self.world.close()
 
     def save(self) -> None:
-        """A checkpoint of this point between two steps of `fit`; a meeting of all ranks."""
+        """Ask for a checkpoint, from any rank: it is made after the next step, in which the wish
+        travels (on a GPU one more). At the end of `fit` there is one anyway.
+        """
         if self.saver is None:
             raise SettingError("there is no place for a checkpoint: give the Trainer a folder=.")
-        if self._plan is None:
-            raise SettingError("a checkpoint is of a run; call save() from within fit().")
-        activity.at(self.epoch, self.position, self.step)
-        with activity.within("saving"):
-            self.saver.save(about(self), state_of(self, self._plan))
+        self.save_wanted = True
 
     @property
     def plan(self) -> Plan | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import warnings
@@ -15,13 +16,13 @@ import safetensors
 from evenly import storage
 from evenly.checkpoint.reading import STATE, Checkpoint, Homes
 from evenly.checkpoint.retention import About, Retention
-from evenly.errors import EvenlyWarning, StorageError
+from evenly.errors import EvenlyWarning, FormatError, StorageError
 from evenly.storage import Entry
 from evenly.together import from_first, together
 from evenly.world import current_world
 
 KIND, VERSION = "evenly checkpoint", 2
-_NAME = re.compile(r"step-(\d{9,})")
+_NAME = re.compile(r"step-(\d{9,})(?:-(\d+))?")
 
 
 class CheckpointFolder:
@@ -43,29 +44,37 @@ class CheckpointFolder:
         if not self.folder.is_dir():
             return []
         found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)]
-        return sorted(found, key=step_of, reverse=True)
+        return sorted(found, key=_order, reverse=True)
 
     def about(self) -> dict[int, About]:
         """What is known of those whose manifest can be read, by step."""
         found = {}
-        for path in self.all():
+        for path in reversed(self.all()):
             try:
                 found[step_of(path)] = About.read(read_manifest(path)["about"])
             except (StorageError, KeyError, TypeError, ValueError):
                 continue  # damaged, and left for `newest` to report
         return found
 
-    def at(self, step: int) -> Path:
-        return self.folder / f"step-{step:09d}"
+    def at(self, step: int) -> Path | None:
+        """The checkpoint of this step; where it was saved again, the later one."""
+        return next((path for path in self.all() if step_of(path) == step), None)
 
     def begin(self, step: int) -> Path:
-        """Where the checkpoint of this step is written until it is sealed."""
-        folder = self.at(step)
-        with telling(folder):
+        """Where the checkpoint of this step is written until it is sealed.
+
+        A step may be saved again, after an evaluation that was owed; its folder has a number then,
+        and the one before goes when it is whole.
+        """
+        with telling(self.folder / f"step-{step:09d}"):
             self.folder.mkdir(parents=True, exist_ok=True)
             storage.clean(self.folder)
-            if folder.exists() and not is_whole(folder):
-                storage.remove(folder)  # its place is needed; a whole one is never written over
+            before = self.at(step)
+            folder = self.folder / f"step-{step:09d}"
+            if before is not None and is_whole(before):
+                folder = folder.with_name(f"{folder.name}-{_order(before)[1] + 1}")
+            elif before is not None:
+                storage.remove(before)  # damaged, and its place is needed
             partial = storage.partial_of(folder, uuid4().hex[:12])
             partial.mkdir()
             return partial
@@ -79,22 +88,26 @@ class CheckpointFolder:
         homes: Homes,
     ) -> None:
         """Add what is not tensors, and the manifest; give it its name; let old ones go."""
-        folder = self.at(about.step)
+        folder = storage.final_of(partial)
         with telling(folder):
             (partial / STATE).write_text(json.dumps({"state": plain, "homes": homes}))
             files[STATE] = storage.entry_of(partial / STATE)
             storage.seal(
                 partial, folder, kind=KIND, version=VERSION, files=files, about=about._asdict()
             )
-        self._let_go()
+        # No run should end because old checkpoints do not go.
+        with contextlib.suppress(OSError):
+            self._let_go(folder, about.step)
 
-    def _let_go(self) -> None:
-        """Remove what no rule wants. One that cannot be read is no one's, and goes too."""
-        found = self.about()
-        unread = [About(step_of(p), -1, -1, {}) for p in self.all() if step_of(p) not in found]
-        stay = self.keep.stay([*found.values(), *unread])
+    def _let_go(self, newest: Path, step: int) -> None:
+        """Remove what no rule wants. What cannot be read, and what a run that was further has left,
+        is neither counted nor touched.
+        """
+        found = {s: one for s, one in self.about().items() if s <= step}
+        stay = self.keep.stay(list(found.values())) | {step}
         for path in self.all():
-            if step_of(path) not in stay:
+            again = step_of(path) == step and path != newest
+            if again or (step_of(path) in found and step_of(path) not in stay):
                 storage.remove(path)
 
     def _newest(self) -> Path | None:
@@ -102,13 +115,22 @@ class CheckpointFolder:
             try:
                 check(path)
                 return path
+            except FormatError:
+                raise  # not damaged: a run must not begin anew beside it, or write over it
             except StorageError as error:
                 warnings.warn(f"{error} The one before it is used.", EvenlyWarning, stacklevel=2)
         return None
 
 
 def step_of(path: Path) -> int:
-    return int(path.name.partition("-")[2])
+    return _order(path)[0]
+
+
+def _order(path: Path) -> tuple[int, int]:
+    """The step, and how often it was saved before."""
+    found = _NAME.fullmatch(path.name)
+    assert found is not None
+    return int(found[1]), int(found[2] or 0)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -123,6 +145,8 @@ def check(path: Path) -> None:
 def is_whole(path: Path) -> bool:
     try:
         check(path)
+    except FormatError:
+        raise
     except StorageError:
         return False
     return True

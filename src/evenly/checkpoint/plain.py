@@ -16,8 +16,11 @@ _TENSOR, _TUPLE, _ITEMS = "tensor:", "tuple:", "items:"
 def taken_apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """``value`` as JSON, its tensors put into ``tensors`` by name."""
     if isinstance(value, Tensor):
-        tensors[name] = value.detach()
-        return {_TENSOR: name}
+        taken, again = name, 1
+        while taken in tensors:  # as {"a.b": ..., "a": {"b": ...}} would have it
+            taken, again = f"{name}~{again}", again + 1
+        tensors[taken] = value.detach()
+        return {_TENSOR: taken}
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):

@@ -78,9 +78,9 @@ class Saver:
         writing, self._writing = self._writing, None
         if writing is None:
             return True
-        # First all shares: a rank that died will not write its own, and is noticed here.
-        together(writing.wait_for_share)
         try:
+            # First all shares: a rank that died will not write its own, and is noticed here.
+            together(writing.wait_for_share)
             together(writing.result)
         except StorageError as error:
             self._take(error)
@@ -91,7 +91,7 @@ class Saver:
         """After a failure, where ranks do not meet any more: give the last save some time."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.finished.wait(_PATIENCE)
+            writing.wait(_PATIENCE)
 
     def _seal(
         self,

@@ -70,14 +70,16 @@ def _chosen(path: Path, *, step: int | None, best: str | None, mode: Mode) -> Pa
     if step is not None and best is not None:
         raise SettingError("give step or best, not both.")
     if step is not None:
-        if folder.at(step) not in there:
+        chosen = folder.at(step)
+        if chosen is None:
             steps = some([step_of(one) for one in there])
             raise StorageError(f"there is no checkpoint of step {step}; there are {steps}.")
-        there = [folder.at(step)]
+        there = [chosen]
     if best is not None:
         check_mode("best", mode)
         known = list(folder.about().values())
-        there = [folder.at(one.step) for one in ranked(known, best, mode)]
+        found = [folder.at(one.step) for one in ranked(known, best, mode)]
+        there = [path for path in found if path is not None]
         if not there:
             names = sorted({name for one in known for name in one.values})
             raise StorageError(

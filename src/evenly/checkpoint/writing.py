@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -81,6 +82,18 @@ class Writing(threading.Thread):
         """Wait until this rank has written, or failed to write, what is its own."""
         self._await(self._written)
 
+    def wait(self, limit: float) -> None:
+        """Wait, for a while, until the whole is done: where one rank ends, others are stopped, and
+        rank 0 may still be at it.
+        """
+        deadline = time.monotonic() + limit
+        self.finished.wait(limit)
+        with contextlib.suppress(RuntimeError):  # the store is gone, and rank 0 with it
+            while self._store is not None and not self._store.check([self._key("done")]):
+                if time.monotonic() >= deadline:
+                    return
+                time.sleep(_LOOK)
+
     def result(self) -> None:
         """Wait until this rank's part is done; on rank 0 that is the whole."""
         self._await(self.finished)
@@ -88,9 +101,10 @@ class Writing(threading.Thread):
             raise self._error
 
     def _await(self, event: threading.Event) -> None:
-        if not event.wait(self._world.timeout):
+        limit = 0.9 * self._world.timeout  # before the others, who wait in a collective, give up
+        if not event.wait(limit):
             raise StorageError(
-                f"the checkpoint {self._partial} is not written after {self._world.timeout:g} s. "
+                f"the checkpoint {self._partial} is not written after {limit:g} s. "
                 "See what the file system does, or give the Trainer a longer timeout."
             )
 
@@ -111,7 +125,11 @@ class Writing(threading.Thread):
             told = {"error": str(error)}
         self._written.set()
         if self._world.rank == 0:
-            self._finish([told, *self._others()])
+            try:
+                self._finish([told, *self._others()])
+            finally:
+                if self._store is not None:
+                    self._store.set(self._key("done"), "")
         else:
             self._tell(told)
 
@@ -152,5 +170,5 @@ class Writing(threading.Thread):
             self._store.delete_key(key)
         return told
 
-    def _key(self, rank: int) -> str:
-        return f"{self._partial.name}/{rank}"
+    def _key(self, what: int | str) -> str:
+        return f"{self._partial.name}/{what}"

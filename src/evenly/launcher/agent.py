@@ -40,6 +40,8 @@ from evenly.watchdog.peers import EXIT_CODE as HUNG
 
 # How long a worker may take to end after a signal before it is killed.
 _GRACE = 2
+# Seconds that ranks which were asked to stop, and have saved, may take to end.
+_LAST_WAIT = 30.0
 # How long to wait for the cause when the first ranks to fail only noticed another's failure: it
 # may still be closing files and connections before it can say what happened to it.
 _CAUSE = 3.0
@@ -59,6 +61,7 @@ class Agent(LocalElasticAgent):
         self._signals = signals
         self._seen: dict[int, float] = {}
         self._watch: Watch | None = None
+        self._stopping = 0.0  # when the first rank ended that was asked to stop
         self.exit_code = 0
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -87,8 +90,13 @@ class Agent(LocalElasticAgent):
         self._signals.check()
         codes = self._exit_codes(worker_group)
         if self._stopped_as_asked(codes):
-            if None in codes.values():
+            self._stopping = self._stopping or time.monotonic()
+            if None in codes.values() and time.monotonic() - self._stopping < _LAST_WAIT:
                 return RunResult(state=WorkerState.HEALTHY)  # the others are about to end, too
+            if None in codes.values():  # a thread or an exit handler of the program's holds them
+                self._signals.kill_workers()
+                while None in self._exit_codes(worker_group).values():
+                    time.sleep(0.05)
             self._remaining_restarts = 0
             self.exit_code = EXIT_CODE
             say(f"the run has stopped as asked, and saved (exit code {EXIT_CODE}).")

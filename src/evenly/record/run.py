@@ -103,7 +103,7 @@ class Run:
                 if take is not None:
                     take(self, entry)
                 self.launches[-1]["last"] = float(entry["time"])
-            except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+            except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError):
                 self.damaged += 1
 
     def _launch(self, entry: Entry) -> None:

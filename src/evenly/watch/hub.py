@@ -41,7 +41,10 @@ class Hub:
             self._publish(*await asyncio.to_thread(self._look))
             until = time.monotonic() + max(_PAUSE, 10 * self.seconds)
             while self.follower.behind and time.monotonic() < until and not self._closing:
-                await asyncio.to_thread(self.follower.look)
+                try:
+                    await asyncio.to_thread(self.follower.look)
+                except Exception:  # which the next look tells of
+                    break
                 if not self.follower.behind:
                     until = 0.0  # all of it is to be seen at once
             await asyncio.sleep(max(0.0, until - time.monotonic()))

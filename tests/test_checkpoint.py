@@ -356,6 +356,7 @@ if trainer.world.rank == 0:
 """
 
 
+@pytest.mark.soak
 def test_a_killed_rank_restarts_the_group_from_the_last_checkpoint(tmp_path: Path) -> None:
     script, result = tmp_path / "train.py", tmp_path / "result.pt"
     values = {
@@ -416,7 +417,7 @@ def begun(tmp_path: Path, *command: str) -> tuple[Path, subprocess.Popen[str]]:
     return script, started
 
 
-@pytest.mark.parametrize("way", ["alone", "launcher"])
+@pytest.mark.parametrize("way", ["alone", pytest.param("launcher", marks=pytest.mark.soak)])
 def test_a_request_to_stop_saves_and_exits_with_a_code_for_schedulers(
     tmp_path: Path, way: str
 ) -> None:

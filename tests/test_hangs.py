@@ -154,6 +154,7 @@ def test_hangs_in_each_phase_are_named_and_the_last_one_ends_the_run(tmp_path: P
     assert table["ranks"][0]["memory"] > 0
 
 
+@pytest.mark.soak
 def test_a_stopped_rank_0_is_named_the_run_ended_restarted_and_finished(tmp_path: Path) -> None:
     options = ("-n", "2", "--hang-report", "1.5", "--hang-timeout", "3", "--restarts", "1")
     words = ("callback:0:6:stop:0", "/", "start-up:1:0:sleep:8")

@@ -258,6 +258,7 @@ def test_help_and_wrong_options_do_not_wait_for_torch() -> None:
     assert "Run a script or module on several processes." in done.stdout
 
 
+@pytest.mark.soak
 def test_ten_of_ten_restarts_recover(tmp_path: Path) -> None:
     write(
         tmp_path / "flaky.py",

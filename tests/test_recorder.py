@@ -25,6 +25,9 @@ from trainings import digits, made
 History = dict[str, tuple[list[int], list[float]]]
 
 
+pytestmark = pytest.mark.usefixtures("world")
+
+
 class Note(Callback):
     """Notes something at each step, and ends a run without a word, as a kill does."""
 

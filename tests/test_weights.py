@@ -78,7 +78,9 @@ def test_any_checkpoint_of_a_run_can_be_chosen(run: tuple[Path, dict[str, Any]])
     with pytest.raises(StorageError, match="no checkpoint of step 6; there are 12, 10, 8"):
         evenly.load_weights(models[0], folder, step=6)
     with pytest.raises(StorageError, match=r"not|no checkpoint .* 'accuracy'; there is loss"):
-        evenly.load_weights(models[0], folder, best="accuracy")
+        evenly.load_weights(models[0], folder, best="accuracy", mode="max")
+    with pytest.raises(SettingError, match="say whether lower or higher is better"):
+        evenly.load_weights(models[0], folder, best="validation/accuracy")
     with pytest.raises(SettingError, match="one checkpoint"):
         evenly.load_weights(models[0], folder / "checkpoints" / "step-000000012", step=1)
 

@@ -106,7 +106,7 @@ def go_on_if_asked(trainer: Trainer, resume: str | None, plan: Plan) -> None:
         )
     together(lambda: go_on(trainer, plan, saved))
     trainer.epoch_length = plan.steps
-    if trainer.world.rank == 0:
+    if trainer.world.rank == 0 and trainer.step < trainer.total_steps:
         sys.stderr.write(
             f"evenly: going on after step {trainer.step}, from {saved.path}; what was done since "
             "then is done again.\n"

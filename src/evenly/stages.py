@@ -40,14 +40,14 @@ class Stages:
         trainer, recipe = self._trainer, self._trainer.recipe
         activity.at(trainer.epoch, trainer.position, trainer.step)
         trainer.hooks.call("on_evaluation_start", trainer, stage)
-        before, trainer.averages = trainer.averages, trainer.way.averages()
-        part, trainer.part = trainer.part, None
         for module in (trainer.evaluated, recipe.module):
             if module is not None:
                 match_buffers(module)
         if stage not in self._measures:
             self._measures[stage] = trainer.way.measures(measured.copies(self._metrics))
         measures = self._measures[stage]
+        before, trainer.averages = trainer.averages, trainer.way.averages()
+        part, trainer.part = trainer.part, None
         try:
             with streams_kept(), trainer.way.held(), activity.within("evaluation", stage):
                 seed_streams(trainer.seed, "evaluation", trainer.world.rank)

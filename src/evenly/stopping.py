@@ -59,12 +59,13 @@ class StopRequests:
 
     def __enter__(self) -> StopRequests:
         launched = self._world.launcher == "evenly"
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGUSR1,) if launched else _REQUESTS:
-                self._previous[number] = signal.signal(number, self._take)
         if launched:
             limit = timedelta(seconds=self._world.timeout)
             self._ears = connect(read_place(os.environ), limit)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGUSR1,) if launched else _REQUESTS:
+                self._previous[number] = signal.signal(number, self._take)
+        if self._ears is not None:
             self._ears.add(LISTENERS_KEY, 1)
             self._thread = threading.Thread(target=self._listen, name="evenly-stop", daemon=True)
             self._thread.start()

@@ -222,6 +222,8 @@ class Trainer:
             raise SettingError(f"callbacks={callbacks!r}: give a list of callbacks.")
         if progress not in (True, False, "quiet"):
             raise SettingError(f"progress={progress!r}: give True, 'quiet' or False.")
+        if folder is not None and Path(folder).exists() and not Path(folder).is_dir():
+            raise SettingError(f"folder={str(folder)!r} is a file; give the name of a folder.")
         shown = [Progress(quiet=progress == "quiet")] if progress else []
         self.recorder = None if folder is None else Recorder(Path(folder), self.world)
         last = [] if self.recorder is None else [self.recorder]

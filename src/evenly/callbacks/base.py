@@ -111,9 +111,11 @@ class Hooks:
         """As `call`, but an error in one does not keep the others from theirs."""
         for method, alone, _ in self._calls[name]:
             self._world.in_turn += alone
-            with contextlib.suppress(Exception):
-                method(*args)
-            self._world.in_turn -= alone
+            try:
+                with contextlib.suppress(Exception):
+                    method(*args)
+            finally:
+                self._world.in_turn -= alone
 
     def _check(self, callback: Any) -> None:
         name = type(callback).__name__

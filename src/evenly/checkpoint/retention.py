@@ -48,7 +48,10 @@ class Retention:
 
     def __post_init__(self) -> None:
         if self.last is not None and self.last < 1:
-            raise SettingError(f"keep={self.last}: give 1 or more, or None to keep all.")
+            raise SettingError(
+                f"{self.last} newest checkpoints to keep: give keep=, or Retention(last=), 1 or "
+                "more, or None to keep all."
+            )
         if self.best < 0:
             raise SettingError(f"Retention(best={self.best}): give 0 or more.")
         check_mode("Retention", self.mode)

@@ -42,7 +42,7 @@ def open_weights(
     *,
     step: int | None = None,
     best: str | None = None,
-    mode: Mode = "min",
+    mode: Mode | None = None,
     average: bool = False,
 ) -> Weights:
     """See `load_weights`."""
@@ -56,7 +56,7 @@ def open_weights(
     return _of_safetensors(path) if path.suffix == ".safetensors" else _of_torch(path)
 
 
-def _chosen(path: Path, *, step: int | None, best: str | None, mode: Mode) -> Path:
+def _chosen(path: Path, *, step: int | None, best: str | None, mode: Mode | None) -> Path:
     """The checkpoint that is meant by a run's folder, or by its own."""
     if (path / storage.MANIFEST).exists():
         if step is not None or best is not None:
@@ -76,6 +76,12 @@ def _chosen(path: Path, *, step: int | None, best: str | None, mode: Mode) -> Pa
             raise StorageError(f"there is no checkpoint of step {step}; there are {steps}.")
         there = [chosen]
     if best is not None:
+        if mode is None and not best.endswith("loss"):
+            raise SettingError(
+                f"best={best!r}: say whether lower or higher is better, by mode 'min' or 'max' "
+                "(--mode)."
+            )
+        mode = mode or "min"
         check_mode("best", mode)
         known = list(folder.about().values())
         found = [folder.at(one.step) for one in ranked(known, best, mode)]

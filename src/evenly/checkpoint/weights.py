@@ -34,14 +34,15 @@ def load_weights(
     strict: bool = True,
     step: int | None = None,
     best: str | None = None,
-    mode: Mode = "min",
+    mode: Mode | None = None,
     average: bool = False,
 ) -> Fit:
     """Load a model's weights from a run's folder, a checkpoint, or a file of another tool.
 
     Files are safetensors or torch's own (read without running code); prefixes of wrappers
     ("module.", "_orig_mod.", ...) are seen through. Of a run the newest checkpoint, the one of
-    ``step``, or the ``best`` by a number of that name; ``average`` takes the weights of
+    ``step``, or the ``best`` by a number of that name (``mode`` "min" or "max" says which are
+    better; of a loss the low ones); ``average`` takes the weights of
     `callbacks.EMA`. One tensor at a time is read. Every rank that wants them must call it; ranks
     do not meet. With ``strict=False`` what does not fit by name is left as it is and returned.
     """
@@ -74,7 +75,9 @@ def export(weights: Weights, out: Path, *, replace: bool = False) -> int:
     if out.suffix not in (".safetensors", ".pt", ".pth"):
         raise SettingError(f"{out}: give a name that ends in .safetensors, .pt or .pth.")
     if out.exists() and not replace:
-        raise StorageError(f"{out} exists; give another name, or say that it may be replaced.")
+        raise StorageError(
+            f"{out} exists; give another name, or let it be replaced (--replace, replace=True)."
+        )
     tensors = {name: read() for name, read in weights.read.items()}
     partial = out.with_name(f"{out.name}.partial-{uuid4().hex[:8]}")
     try:

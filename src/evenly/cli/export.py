@@ -24,9 +24,7 @@ from evenly.errors import EvenlyError
 @click.option(
     "--mode",
     type=click.Choice(["min", "max"]),
-    default="min",
-    show_default=True,
-    help="Whether lower or higher is better, for --best.",
+    help="Whether lower or higher is better, for --best. Of a loss: min.",
 )
 @click.option("--average", is_flag=True, help="The averaged weights of callbacks.EMA.")
 @click.option("--replace", is_flag=True, help="Write over a file that exists.")
@@ -35,7 +33,7 @@ def export(
     out: Path,
     step: int | None,
     best: str | None,
-    mode: Literal["min", "max"],
+    mode: Literal["min", "max"] | None,
     average: bool,
     replace: bool,
 ) -> None:

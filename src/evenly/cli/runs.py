@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-# A terminal has room for so many; the others are there with --metric or --json.
-_COLUMNS = 4
+# What a terminal has room for is shown; the others are there with --metric or --json.
+_FIXED, _EACH, _MOST = 75, 16, 4
 
 
 @click.command()
@@ -22,6 +22,8 @@ def runs(folders: tuple[Path, ...], metrics: tuple[str, ...], as_json: bool) -> 
     Without FOLDERS these are "runs", if there is such a folder, or else the current one. Each
     number is the last one, with the best in parentheses where that is another.
     """
+    from rich.console import Console
+
     from evenly.record.summary import find_runs, labels, summary
 
     where = folders or ((Path("runs"),) if Path("runs").is_dir() else (Path(),))
@@ -41,7 +43,8 @@ def runs(folders: tuple[Path, ...], metrics: tuple[str, ...], as_json: bool) -> 
     missing = [name for name in metrics if name not in known]
     if missing:
         raise click.UsageError(f"no run has {missing[0]!r}; there is {', '.join(known) or 'none'}.")
-    _print(rows, labels(found), list(metrics) or known[:_COLUMNS], len(known))
+    room = max(1, (Console().width - _FIXED) // _EACH)
+    _print(rows, labels(found), list(metrics) or known[: min(room, _MOST)], len(known))
 
 
 def _print(rows: list[dict[str, Any]], names: list[str], shown: list[str], known: int) -> None:
@@ -56,9 +59,9 @@ def _print(rows: list[dict[str, Any]], names: list[str], shown: list[str], known
     table = Table()
     table.add_column("run", overflow="fold")
     for name in ("began", "state"):
-        table.add_column(name)
-    for name in ("processes", "epochs", "steps", "took", *shown):
-        table.add_column(name, justify="right")
+        table.add_column(name, no_wrap=True)
+    for name in ("ranks", "epochs", "steps", "took", *shown):
+        table.add_column(name, justify="right", overflow="fold")
     for row, name in zip(rows, names, strict=True):
         table.add_row(
             name,
@@ -72,8 +75,9 @@ def _print(rows: list[dict[str, Any]], names: list[str], shown: list[str], known
         )
     console = Console()
     console.print(table)
-    if known > len(shown):
-        console.print(f"{known - len(shown)} more numbers: --metric NAME, or --json.")
+    more = known - len(shown)
+    if more > 0:
+        console.print(f"{more} more number{'s' * (more > 1)}: --metric NAME, or --json.")
 
 
 def _cell(value: dict[str, Any] | None) -> str:

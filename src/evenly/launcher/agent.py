@@ -212,7 +212,7 @@ class Agent(LocalElasticAgent):
             watch.failed(cause.rank, state, line)
         say(line, before=cause.traceback)
         if places:
-            say(f"last seen: {places}.")
+            say(f"last heard of, up to a second before: {places}.")
 
     def _cause(self, worker_group: WorkerGroup, codes: dict[int, int | None]) -> Ending:
         """The failure that explains the others, here or on another machine. Updates ``codes``."""

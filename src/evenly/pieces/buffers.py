@@ -38,13 +38,15 @@ class Buffers:
         self._slots = [(owner, name) for owner in owners.values() for name in owner._buffers]
         self._kept: dict[int, _Kept] = {}
         self._touched: set[int] = set()
-        self._steps = 0
+        self._modes: list[bool] = []
+        self._doubted = True  # whether what changes may be others than before
 
     def open(self, known: Collection[int]) -> None:
         """Start a step. ``known`` are the buffers that steps change; large ones that nobody has
         written to are not copied again.
         """
-        self._steps += 1
+        modes = [owner.training for owner, _ in self._slots]
+        self._doubted, self._modes = modes != self._modes, modes
         for place, (owner, name) in enumerate(self._slots):
             tensor, kept = owner._buffers.get(name), self._kept.get(place)
             if tensor is None:
@@ -59,13 +61,14 @@ class Buffers:
         """The buffers that a piece has changed: their places and values.
 
         torch does not count what BatchNorm does to its statistics as writing, so small ones are
-        compared; on a GPU, which that would wait for, at the first step alone.
+        compared; on a GPU, which that would wait for, at the first step alone, and where modules
+        have changed between training and evaluation since.
         """
         for place, kept in self._kept.items():
             owner, name = self._slots[place]
             tensor = owner._buffers.get(name)
             if tensor is kept.tensor and place not in known and tensor._version == kept.version:
-                compared = kept.small and (self._steps == 1 or not tensor.is_cuda)
+                compared = kept.small and (self._doubted or not tensor.is_cuda)
                 if not compared or torch.equal(tensor, kept.copy):
                     continue
             self._touched.add(place)

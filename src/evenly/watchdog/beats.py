@@ -29,7 +29,6 @@ from evenly.watchdog.limits import Limits
 VERSION = 1
 
 # A world that closes sooner needs no sign of life, and is not to pay for one.
-_CONNECTIONS = 5  # to the store, before this is given up
 _BEGIN = 0.2
 
 
@@ -133,30 +132,22 @@ class Beats:
         return min(1.0, report / 4) if report else 1.0
 
     def _run(self) -> None:
-        if self._end.wait(_BEGIN):
-            return
-        # A rank that no longer beats is taken to be stuck, so a lost connection is made anew. If
-        # the store is gone, or never came, so are those who look.
-        for _ in range(_CONNECTIONS):
-            with contextlib.suppress(RuntimeError, EvenlyError):
-                self._publish()
-            if self._end.wait(self.interval):
+        # Else the store is gone, or never came: so are those who look.
+        with contextlib.suppress(RuntimeError, EvenlyError):
+            if self._end.wait(_BEGIN):
                 return
-
-    def _publish(self) -> None:
-        """Until the end."""
-        self.asking_since = time.monotonic()
-        store = self._connect()
-        while True:
             self.asking_since = time.monotonic()
-            store.set(self._key, self._beat().packed())
-            if self._beside is not None:
-                self._beside(store)
-            self.asking_since = None
-            if self._end.wait(self.interval):
-                break
-        if self._leaves:
-            store.set(self._key, self._beat("left").packed())
+            store = self._connect()
+            while True:
+                self.asking_since = time.monotonic()
+                store.set(self._key, self._beat().packed())
+                if self._beside is not None:
+                    self._beside(store)
+                self.asking_since = None
+                if self._end.wait(self.interval):
+                    break
+            if self._leaves:
+                store.set(self._key, self._beat("left").packed())
 
     def _beat(self, phase: str = "") -> Beat:
         now = time.monotonic()

@@ -35,8 +35,7 @@ def check_restarts(causes: list[str]) -> None:
     found = measured(causes)
     assert len(found["step"]) == len(causes)  # each died, and went on
     assert statistics.median(found["relaunch"]) <= 1.0, found
-    # One cold start is compared, on a machine that may be busier a moment later: the quickest.
-    assert min(found["step"]) <= 1.2 * found["cold"], found
+    assert statistics.median(found["step"]) <= 1.2 * found["cold"], found
     told = [line for line in found["errors"].splitlines() if "is done again" in line]
     assert len(told) == len(causes)
     for attempt, line in enumerate(told):
@@ -77,6 +76,39 @@ def test_a_program_ends_with_its_files_written(tmp_path: Path, end: str, code: i
     assert done.returncode == code
     assert done.stdout == "handler ran\n"
     assert (tmp_path / "log.txt").read_text() == "the last words"
+
+
+FAILING_WHILE_SAVING = """
+    import time
+    import evenly
+    from evenly import storage
+    from trainings import digits, made
+
+    seal = storage.seal
+    def slow(*args, **options):
+        time.sleep(4)  # longer than the launcher gives those that it stops
+        seal(*args, **options)
+    storage.seal = slow
+
+    class Fail(evenly.callbacks.Callback):
+        ranks = "every"
+        def on_step_end(self, trainer):
+            if trainer.step == 3 and trainer.world.rank == 1:
+                raise ValueError("planted")
+
+    made(folder="run", save_every=2, callbacks=[Fail()]).fit(digits(), steps=6)
+    """
+
+
+def test_a_rank_that_fails_does_not_cost_the_checkpoint_that_rank_0_is_sealing(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path / "train.py", FAILING_WHILE_SAVING)
+    variables = {"PYTHONPATH": str(Path(__file__).parent)}
+    done = evenly_run("-n", "2", "train.py", folder=tmp_path, env=variables)
+    assert done.returncode == 1
+    assert "planted" in done.stderr
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000000002"]
 
 
 TRAINING = """

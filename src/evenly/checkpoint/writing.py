@@ -97,6 +97,8 @@ class Writing(threading.Thread):
     def result(self) -> None:
         """Wait until this rank's part is done; on rank 0 that is the whole."""
         self._await(self.finished)
+        if self._store is not None and self._world.rank == 0:
+            self._store.delete_key(self._key("done"))  # all have met, so nobody waits for it
         if self._error is not None:
             raise self._error
 
@@ -128,8 +130,9 @@ class Writing(threading.Thread):
             try:
                 self._finish([told, *self._others()])
             finally:
-                if self._store is not None:
-                    self._store.set(self._key("done"), "")
+                with contextlib.suppress(RuntimeError):  # the store may be gone; this is not
+                    if self._store is not None:
+                        self._store.set(self._key("done"), "")
         else:
             self._tell(told)
 
